@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
 from tests.dist.communicator_cuda_programs import delays
-from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks
+from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, patient
 from tests.support.software_gpu import SoftwareGpu
 
 
@@ -163,9 +162,7 @@ class Again:
 def random_calls_that_come_again(session: Session, seed: int, count: int) -> int:
     gpu, dice = SoftwareGpu(delays(seed, session.rank)), random.Random(seed)
     streams = [gpu.new_stream() for _ in range(2)]
-    with Communicator(
-        device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, debug=seed % 3 == 1, graphs=seed % 3 != 2)
-    ) as communicator:
+    with Communicator(device=gpu, options=patient(debug=seed % 3 == 1, graphs=seed % 3 != 2)) as communicator:
         again, right = Again(communicator, gpu, dice), 0
         for number in range(count):
             gpu.use(dice.choice(streams))

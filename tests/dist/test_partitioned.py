@@ -16,7 +16,7 @@ from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from tests.dist.communicator_cuda_programs import delays, view
-from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of
+from tests.support.ranks import PATIENT, Ranks, error_of, patient
 from tests.support.software_gpu import SoftwareGpu
 
 
@@ -200,7 +200,7 @@ def in_stream_order(session: Session, early: bool, steps: int) -> list[str]:
     """Return what kernels read that they should not; tensors die at once, on two streams in turn."""
     gpu = SoftwareGpu(delays(3, session.rank))
     streams = [gpu.new_stream() for _ in range(2)]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=patient(channels=2)) as communicator:
         kept, step = [], StreamedStep(communicator, gpu, early=early)
         for number in range(steps):
             gpu.use(streams[number // 7 % 2])
@@ -216,7 +216,7 @@ def in_stream_order(session: Session, early: bool, steps: int) -> list[str]:
 def captured(session: Session) -> list[str]:
     """Return what kernels of three replays of a graph read that they should not."""
     gpu, numbers = SoftwareGpu(), [0.0]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=patient(channels=2)) as communicator:
         stream = gpu.new_stream()
         gpu.use(stream)
         step = StreamedStep(communicator, gpu, early=False)
@@ -237,7 +237,7 @@ def counted(session: Session, steps: int) -> list[str]:
     """Return what a kernel that polls words and counts what it has stored read that it should not."""
     gpu, wrong = SoftwareGpu(delays(5, session.rank)), list[str]()
     gpu.use(gpu.new_stream())
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=patient(channels=2)) as communicator:
         n, me = communicator.world_size, communicator.rank
         counters = torch.zeros(2 * n, dtype=torch.int32)
         kept = []

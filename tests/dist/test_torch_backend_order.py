@@ -15,7 +15,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.machine.profile import default_profile
 from counterpoint.measurement.session import Session
 from counterpoint.parallel import background
@@ -25,7 +24,7 @@ from counterpoint.parallel.group import CHANNELS
 from tests.dist.test_collectives_failures import SLOWER
 from tests.dist.torch_backend_programs import EVERYTHING, drawn, groups, learned, made, newest
 from tests.dist.torch_messages_programs import on_software_gpus
-from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of
+from tests.support.ranks import PATIENT, Ranks, error_of, patient
 
 BUCKET = (5 << 20) // 4  # elements: as much as a bucket, less than any crossover
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
@@ -34,7 +33,7 @@ OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to
 def called_with(_: Session, options: tuple[dict[str, Any], dict[str, Any]]) -> str:
     """What is said to this rank's first call in a group whose ranks have other options."""
     given = dict(options[dist.get_rank()])
-    of_communicator = CommunicatorOptions(timeout_s=TIMEOUT_S, profile=given.pop("profile", None))
+    of_communicator = patient(profile=given.pop("profile", None))
     mine = backend.BackendOptions(**given, communicator=of_communicator)
     group = dist.new_group(backend="counterpoint", pg_options=mine)
     said = error_of(lambda: dist.all_reduce(torch.ones(1000), group=group))
