@@ -28,10 +28,9 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program import tuning
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Program, Step
-from counterpoint.errors import CounterpointError
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
-from tests.support.ranks import PATIENT, TIMEOUT_S, error_of, patient
+from tests.support.ranks import PATIENT, TIMEOUT_S, error_of, patient, said
 from tests.support.software_gpu import SoftwareGpu
 
 DTYPES = (
@@ -345,16 +344,6 @@ def errors_of_a_sum(session: Session, operation: str, dtype: Any) -> tuple[float
             exact, ours, theirs = exact.view(n, numel)[session.rank], ours[:numel], theirs[:numel]
     norm = exact.norm()
     return float((ours.double() - exact).norm() / norm), float((theirs.double() - exact).norm() / norm)
-
-
-def said(action: Callable[[], object]) -> tuple[str, tuple[int, ...], float]:
-    """What `action` raised, the ranks that it names, and after how many seconds."""
-    started = time.monotonic()
-    try:
-        action()
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}", getattr(error, "ranks", ()), time.monotonic() - started
-    return "", (), time.monotonic() - started
 
 
 CALLS: dict[str, Callable[[Communicator, Any], object]] = {

@@ -20,8 +20,8 @@ from counterpoint.collectives.program import tuning
 from counterpoint.collectives.submit import submitter
 from counterpoint.collectives.submit.tensors import copied, sendable
 from counterpoint.measurement.session import Session
-from tests.dist.collective_programs import CALLS, Case, Draws, all_right, said
-from tests.support.ranks import PATIENT, TIMEOUT_S, patient
+from tests.dist.collective_programs import CALLS, Case, Draws, all_right, joined
+from tests.support.ranks import PATIENT, TIMEOUT_S, patient, said
 from tests.support.software_gpu import OneQueueDriver, SoftwareGpu
 
 COLLECTIVES = "all_reduce", "all_gather", "broadcast", "barrier", "even all_to_all", "uneven all_to_all"
@@ -191,8 +191,7 @@ def steps_in_stream_order(session: Session, early: bool, two_streams: bool, step
                 gpu.synchronize()
         for stream in streams:
             gpu.use(stream)
-            gpu.synchronize()
-        communicator.check()
+            joined(communicator, gpu)
         transport: Any = communicator._transport
         made = len(transport.context.memory._own), len(transport.context.events._made)
         return len(wrong), *made, gpu.driver.launches > 0
@@ -220,8 +219,7 @@ def captured(session: Session) -> list[list[float]]:
         graph = gpu.driver.cuStreamEndCapture(stream)[1]
         for _ in range(3):
             gpu.driver.cuGraphLaunch(graph, stream)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
     return seen
 
 
@@ -314,8 +312,7 @@ def in_place_on_one(session: Session) -> list[float]:
     shards = communicator.empty(communicator.world_size, 64)
     mine = shards[0].zero_() if session.rank == 0 else torch.full((64,), float(session.rank))
     communicator.all_gather(shards, mine)
-    gpu.synchronize()
-    communicator.check()
+    joined(communicator, gpu)
     found = [float(row.unique()) for row in shards]
     session.gather(0)
     communicator.close()
@@ -342,8 +339,7 @@ def other_places(session: Session, late: int) -> tuple[str, int, float]:
 
     def call() -> None:
         communicator.all_gather(shards, torch.full((1000,), rank, dtype=torch.uint8))
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
 
     told, _, seconds = said(call)
     session.gather(0)
@@ -381,8 +377,7 @@ def a_long_kernel(session: Session, timeout_s: float, busy_s: float) -> str:
 
         def call() -> None:
             communicator.all_reduce(tensor)
-            gpu.synchronize()
-            communicator.check()
+            joined(communicator, gpu)
 
         return said(call)[0]
 
@@ -403,8 +398,7 @@ def one_behind_the_other(session: Session, timeout_s: float, late_s: float) -> s
             for work in works:
                 assert work is not None
                 work.wait()
-            gpu.synchronize()
-            communicator.check()
+            joined(communicator, gpu)
 
         return said(call)[0]
 
@@ -498,8 +492,7 @@ def cache_of_two_in_captures(session: Session, captures: int) -> tuple[int, int]
             graphs.append(gpu.driver.cuStreamEndCapture(stream)[1])
         for graph in graphs:
             gpu.driver.cuGraphLaunch(graph, stream)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
         return sum(seen), len(cache._leaving)
 
 

@@ -13,9 +13,9 @@ import torch
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.measurement.session import Session
-from tests.dist.collective_programs import said
+from tests.dist.collective_programs import joined
 from tests.dist.communicator_cuda_programs import delays
-from tests.support.ranks import SOON_S, TIMEOUT_S, Ranks, patient, run_once
+from tests.support.ranks import SOON_S, TIMEOUT_S, Ranks, patient, run_once, said
 from tests.support.software_gpu import SoftwareGpu
 
 ROOM = 4 * 1024  # bytes of a mailbox for each rank: slots of 1 KiB
@@ -80,8 +80,7 @@ def far_ahead(session: Session, count: int) -> list[float]:
         for work in (*sends, *works):
             assert work is not None
             work.wait(TIMEOUT_S)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
         return [output.mean().item() for output in outputs]
 
 
@@ -104,8 +103,7 @@ def beside_calls(session: Session, rounds: int) -> list[float]:
         communicator.recv(last, (rank - 1) % n)
         assert held_work is not None
         held_work.wait(TIMEOUT_S)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
         return [*sums, held.mean().item(), last.mean().item()]
 
 
@@ -125,8 +123,7 @@ def captured(session: Session) -> list[float]:
         graph = gpu.driver.cuStreamEndCapture(stream)[1]
         for _ in range(3):
             gpu.driver.cuGraphLaunch(graph, stream)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
     return seen
 
 
@@ -142,8 +139,7 @@ def different(session: Session, what: str, first: int) -> str:
                 other = torch.zeros(2000) if what == "size" else torch.zeros(100, dtype=torch.int32)
                 communicator.recv(other, 0)
             communicator.barrier()  # the sender may be done with its message, and learns it here
-            gpu.synchronize()
-            communicator.check()
+            joined(communicator, gpu)
 
         time.sleep(0.3 if communicator.rank != first else 0.0)
         return said(call)[0]
@@ -160,8 +156,7 @@ def leaves_early(session: Session) -> list[float]:
             tensors = [torch.zeros(200) for _ in tensors]
             for tensor in tensors:
                 communicator.recv(tensor, 0)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
     return [tensor.mean().item() for tensor in tensors]
 
 

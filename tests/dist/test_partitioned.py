@@ -15,6 +15,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
+from tests.dist.collective_programs import joined
 from tests.dist.communicator_cuda_programs import delays, view
 from tests.support.ranks import PATIENT, Ranks, error_of, patient
 from tests.support.software_gpu import SoftwareGpu
@@ -228,8 +229,7 @@ def captured(session: Session) -> list[str]:
         for number in range(3):
             numbers[0] = 1000.0 * (1 + number)
             gpu.driver.cuGraphLaunch(graph, stream)
-            gpu.synchronize()
-        communicator.check()
+            joined(communicator, gpu)
         return step.wrong
 
 
@@ -278,8 +278,7 @@ def counted(session: Session, steps: int) -> list[str]:
 
             gpu.kernel(check)
             del rows, parts
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
         return wrong
 
 

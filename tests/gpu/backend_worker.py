@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.options import CommunicatorOptions
-from tests.dist.torch_backend_programs import CALLS, EVERYTHING
+from tests.dist.torch_backend_programs import EVERYTHING, OPERATIONS, called
 
 TAKING = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60))
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 26)
@@ -58,11 +58,11 @@ def calls(one: Rank) -> Seen:
     """Every operation at every size, on the current stream and beside it, with futures: equal to NCCL's."""
     wrong = count = 0
     for num_bytes in SIZES:
-        for call in CALLS[:5]:  # those that the backend takes
+        for operation in OPERATIONS[:5]:  # those that the backend takes
             for async_op in (False, True):
                 full, found = one.numbers(num_bytes // 4, count), []
                 for group in (one.ours, one.theirs):
-                    output, work = call(full.clone(), one.size, group, async_op)
+                    output, work = called(operation, full.clone(), group, async_op)
                     if async_op:
                         work.get_future().wait() if group is one.ours and count % 3 else work.wait()
                     found.append(output)

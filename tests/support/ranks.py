@@ -6,6 +6,7 @@ All are forked from one process that has imported torch already, so that a rank 
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -113,13 +114,19 @@ def _received(pipe: Connection) -> Answer:
     return answer
 
 
-def error_of(call: Callable[[], object]) -> str:
-    """Return the kind and the text of the error that a call raises, or "nothing"."""
+def said(call: Callable[[], object]) -> tuple[str, tuple[int, ...], float]:
+    """Return the kind and the text of the error that a call raises, or "", the ranks that it names, and the seconds."""
+    begun = time.monotonic()
     try:
         call()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+        return f"{type(error).__name__}: {error}", getattr(error, "ranks", ()), time.monotonic() - begun
+    return "", (), time.monotonic() - begun
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the kind and the text of the error that a call raises, or "nothing"."""
+    return said(call)[0] or "nothing"
 
 
 def end_operations(_: object = None) -> None:
