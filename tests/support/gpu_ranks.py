@@ -20,6 +20,8 @@ import pytest
 import counterpoint
 from counterpoint.rehearsed import rank_variables, visible_devices
 
+Seen = list[dict[str, dict[str, str]]]
+"""For each rank, by scenario, what came of each case."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
@@ -142,14 +144,14 @@ def run_scenarios(
 
 
 def scenario_results(
-    worker: Path, folder: Path, *arguments: str, timeout_s: float, paths: Sequence[Path] = (),
-    environment: Mapping[str, str] | None = None, killed: int | None = None,
-) -> list[dict[str, dict[str, str]]]:  # fmt: skip
+    worker: Path, folder: Path, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None,
+    killed: int | None = None, multiple_of: int = 1,
+) -> Seen:  # fmt: skip
     """Returns what the scenarios of a worker found, by rank; rank `killed` has to end by SIGKILL and is left out."""
-    world_size, root = world_size_here(), Path(__file__).parents[2]
+    world_size, root = world_size_here() // multiple_of * multiple_of, Path(__file__).parents[2]
     ended = run_ranks(
-        worker, folder, *arguments, folder=folder, world_size=world_size, timeout_s=timeout_s, paths=[root, *paths],
-        environment=environment,
+        worker, folder, *arguments, folder=folder, world_size=world_size, timeout_s=timeout_s,
+        paths=[root, root / "benchmarks"], environment=environment,
     )  # fmt: skip
     if killed is None:
         ended.well()
@@ -157,3 +159,8 @@ def scenario_results(
     print(ended.logs[0])
     kind, lived = dict[str, dict[str, str]], [rank for rank in range(world_size) if rank != killed]
     return [msgspec.json.decode((folder / f"found{rank}.json").read_bytes(), type=kind) for rank in lived]
+
+
+def of(seen: Seen, scenario: str, what: str) -> set[str]:
+    """Return what all ranks found."""
+    return {rank[scenario][what] for rank in seen}
