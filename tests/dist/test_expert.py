@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.dist import expert_programs as programs
-from tests.support.ranks import Ranks, run_once
+from tests.support.ranks import Ranks, finding, run_once
 
 ALL = ("torch", "gather", "slabs")
 MECHANISMS = pytest.mark.parametrize("name", ALL)
@@ -29,13 +29,11 @@ def test_several_under_way(two_ranks: Ranks, name: str, count: int) -> None:
     two_ranks.run(programs.in_halves, name, count)
 
 
-def test_several_under_way_on_software_gpus(three_ranks: Ranks) -> None:
-    three_ranks.run(programs.in_halves, "gather", 3, True)
-
-
-def test_flags_of_a_graph_are_at_rest_after_each_replay(two_ranks: Ranks) -> None:
-    """No replay of layers in parts hangs where all of it runs in one queue, nor leaves anything to the next."""
-    assert two_ranks.run(programs.replayed) == [[0, 0, 0]] * 2
+test_what_ranks_find = finding({
+    "several under way on software GPUs": (3, programs.in_halves, ("gather", 3, True), None),
+    "flags of a graph in one queue are at rest after each replay": (2, programs.replayed, (), [0, 0, 0]),
+    "compiled functions leave dispatches out": (2, programs.compiled, (), [(True, True)] * 2),
+})  # fmt: skip
 
 
 @MECHANISMS
@@ -138,10 +136,6 @@ def test_the_report_is_a_table(two_ranks: Ranks) -> None:
     found = two_ranks.run(programs.reported)[0]
     assert "dispatch   below 1 MiB  gather  1      asked for gather" in found
     assert "combine    below 1 MiB  gather  1      asked for gather" in found
-
-
-def test_compiled_functions_leave_dispatches_out(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.compiled) == [[(True, True)] * 2] * 2
 
 
 @MECHANISMS

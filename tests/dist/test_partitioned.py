@@ -17,7 +17,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from tests.dist.collective_programs import joined
 from tests.dist.communicator_cuda_programs import delays, view
-from tests.support.ranks import PATIENT, Ranks, error_of, patient
+from tests.support.ranks import PATIENT, Ranks, error_of, finding, patient
 from tests.support.software_gpu import SoftwareGpu
 
 
@@ -322,19 +322,12 @@ def test_a_wait_that_fails_ends_the_communicator(two_ranks: Ranks) -> None:
     assert second == first
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["early", "handshake"])
-def test_streams_wait_for_arrivals(three_ranks: Ranks, early: bool) -> None:
-    """On software GPUs with delays: kernels find the rows they waited for, and nobody overwrites what is read."""
-    assert three_ranks.run(in_stream_order, early, 60) == [[]] * 3
-
-
-def test_a_captured_call_is_replayed(two_ranks: Ranks) -> None:
-    assert two_ranks.run(captured) == [[]] * 2
-
-
-def test_a_kernel_polls_arrivals_and_counts_what_may_leave(three_ranks: Ranks) -> None:
-    """It reads the words of the call, and streams wait for its counters, while it runs."""
-    assert three_ranks.run(counted, 30) == [[]] * 3
+test_what_ranks_find = finding({
+    "streams wait for arrivals, released early": (3, in_stream_order, (True, 60), []),
+    "streams wait for arrivals, by handshakes": (3, in_stream_order, (False, 60), []),
+    "a captured call is replayed": (2, captured, (), []),
+    "a kernel polls arrivals, and streams wait for its counters": (3, counted, (30,), []),
+})  # fmt: skip
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])

@@ -35,7 +35,7 @@ from counterpoint.parallel.overlap import Overlap
 from counterpoint.parallel.report import CallRow, Report
 from counterpoint.parallel.tensor import linear
 from counterpoint.parallel.tensor.group import tensor_group
-from tests.support.ranks import Ranks, error_of
+from tests.support.ranks import Ranks, error_of, finding
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from llama import Llama, Shape, rotary_table
@@ -548,8 +548,11 @@ def test_float32_is_as_exact_as_torch(two_ranks: Ranks, name: str, mechanism: st
         assert paths == {mechanism} or mechanism == "cuts"
 
 
-def test_no_derivative_of_a_weight_is_copied(two_ranks: Ranks) -> None:
-    assert two_ranks.run(copied_gradients) == [[]] * 2
+test_what_ranks_find = finding({
+    "no derivative of a weight is copied": (2, copied_gradients, (), []),
+    "restore gives torch back": (2, restored, (), [True] * 6),
+    "a copy of the model has its own weights": (2, copied, (), (True, True)),
+})  # fmt: skip
 
 
 def test_styles_work_by_themselves(two_ranks: Ranks) -> None:
@@ -573,11 +576,6 @@ def test_the_report_names_every_module(two_ranks: Ranks) -> None:
     assert "layers.0.ffn.gate" in str(report)
 
 
-def test_restore_gives_torch_back(two_ranks: Ranks) -> None:
-    for kept in two_ranks.run(restored):
-        assert kept == [True] * 6
-
-
 @pytest.mark.parametrize("dtensors", [False, True], ids=["local tensors", "DTensors"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["as it was", "changed in place"])
 def test_layers_with_other_inputs_come_apart(two_ranks: Ranks, dtensors: bool, in_place: bool) -> None:
@@ -586,10 +584,6 @@ def test_layers_with_other_inputs_come_apart(two_ranks: Ranks, dtensors: bool, i
     for first, second, shared in two_ranks.run(odd, dtensors, in_place):
         assert max(first, second) < BITS
         assert shared == pair | {"other": (), "back": ()}
-
-
-def test_a_copy_of_the_model_has_its_own_weights(two_ranks: Ranks) -> None:
-    assert two_ranks.run(copied) == [(True, True)] * 2
 
 
 def test_strangers_are_left_alone_and_named(two_ranks: Ranks) -> None:

@@ -24,7 +24,7 @@ from counterpoint.parallel.group import CHANNELS
 from tests.dist.test_collectives_failures import SLOWER
 from tests.dist.torch_backend_programs import EVERYTHING, OPERATIONS, groups, made, started
 from tests.dist.torch_messages_programs import on_software_gpus
-from tests.support.ranks import PATIENT, Ranks, error_of, patient
+from tests.support.ranks import PATIENT, Ranks, error_of, finding, patient
 from tests.support.torch_training import drawn, learned
 
 BUCKET = (5 << 20) // 4  # elements: as much as a bucket, less than any crossover
@@ -346,17 +346,12 @@ def test_the_layout_of_one_rank_decides_nothing(two_ranks: Ranks, operation: str
     assert two_ranks.run(strided_on_one, operation, async_op) == [(True, 1)] * 2
 
 
-FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
-    "large calls go in pieces wherever they lie": (in_pieces, (), [3, 3, 3]),
-    "a tensor that comes twice on one rank decides nothing": (repeated_on_one, (), [2.0, 2.0]),
-    "two threads may use a group first at the same time": (opened_by_two_threads, (10,), {2.0}),
-    "a barrier waits for calls that nobody has waited for": (waited_for_by_a_barrier, (), 3),
-}
-
-
-@pytest.mark.parametrize(("program", "arguments", "wanted"), FOUND_BY_TWO.values(), ids=FOUND_BY_TWO)
-def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[Any, ...], wanted: Any) -> None:
-    assert two_ranks.run(program, *arguments) == [wanted] * 2
+test_what_ranks_find = finding({
+    "large calls go in pieces wherever they lie": (2, in_pieces, (), [3, 3, 3]),
+    "a tensor that comes twice on one rank decides nothing": (2, repeated_on_one, (), [2.0, 2.0]),
+    "two threads may use a group first at the same time": (2, opened_by_two_threads, (10,), {2.0}),
+    "a barrier waits for calls that nobody has waited for": (2, waited_for_by_a_barrier, (), 3),
+})  # fmt: skip
 
 
 @pytest.mark.parametrize("operation", OPERATIONS[:5])

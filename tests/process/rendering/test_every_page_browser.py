@@ -1,6 +1,7 @@
 """Every page in a real browser: silent, offline, no wider than a phone; and what the pages of each command draw."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.support.pages import PAGES
 pytestmark = pytest.mark.needs("browser")
 
 
-def opened(browser: Chromium, folder: Path, name: str, **screen: int) -> Page:
+def opened(browser: Chromium, folder: Path, name: str, **screen: Any) -> Page:
     PAGES[name](folder / "page.html")
     return browser.open(folder / "page.html", **screen)
 
