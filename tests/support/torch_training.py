@@ -1,7 +1,7 @@
 """Small trainings by torch's own means, of which tests compare the losses and gradients of two process groups."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor
 
 CPU = torch.device("cpu")
 
@@ -62,3 +63,66 @@ def pipelined(
     sums = [p.grad.double().sum() for stage in stages for p in stage.submod.parameters() if p.grad is not None]
     assert len(sums) == 2 * len(stages)
     return [loss.item() for loss in (*losses, *sums)]
+
+
+def whole(tensor: Any) -> Tensor:
+    """Return a copy of all of a tensor or DTensor, of no elements for None."""
+    if tensor is None:
+        return torch.zeros(0)
+    part: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return part.detach().clone()
+
+
+def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor], least: float = 0.0) -> float:
+    """Return the largest error of any tensor, relative to the largest element that it should have, but to `least`."""
+    assert found.keys() == expected.keys()
+    pairs = [(found[name], one) for name, one in expected.items() if one.numel() or found[name].numel()]
+    return max(float((one - other).abs().max() / other.abs().max().clamp(min=least)) for one, other in pairs)
+
+
+def pretrained(
+    kind: str, folder: str, spread: dict[str, Any], drawn: str, sizes: dict[str, Any], **options: Any
+) -> Any:
+    """Return a small model of `transformers` with equal weights on all ranks, spread by its own plan.
+
+    Args:
+        kind: Its name before `Config` and `ForCausalLM`.
+        folder: Where rank 0 saves it.
+        spread: The keywords of `DistributedConfig`.
+        drawn: How the names of parameters end that would be equal or zero otherwise.
+        sizes: The keywords of its configuration.
+        options: Those of `from_pretrained`.
+    """
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    model_type = getattr(transformers, f"{kind}ForCausalLM")
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        model = model_type(getattr(transformers, f"{kind}Config")(**sizes, num_hidden_layers=2, use_cache=False))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(drawn):
+                    parameter.normal_()
+        model.save_pretrained(folder)
+    dist.barrier()
+    return model_type.from_pretrained(folder, distributed_config=DistributedConfig(**spread), **options)
+
+
+def language_trained(model: Any, seed: int, lengths: Sequence[int], vocabulary: int = 128) -> dict[str, Tensor]:
+    """Return losses and gradients of steps on texts of these lengths, and the loss of an evaluation after them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    numbers, found = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+    model.train()
+    for step, length in enumerate(lengths):
+        text = torch.randint(vocabulary, (2, length), generator=numbers)
+        loss = model(input_ids=text, labels=text).loss
+        loss.backward()
+        found[f"{step} loss"] = whole(loss)
+        found |= {f"{step} {name}": whole(parameter.grad) for name, parameter in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        found["evaluated"] = whole(model(input_ids=text, labels=text).loss)
+    return found
