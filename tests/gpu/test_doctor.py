@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.command import program
+
 pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it asks for the GPUs of the machine")]
 
 LIMIT_S = 120
@@ -37,8 +39,7 @@ BUSY = "import torch; kept = torch.ones(1 << 20, device='cuda:0'); print('ready'
 
 
 def run(*command: str, **variables: str) -> str:
-    environment = os.environ | variables
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment)
+    done = program(command, variables=os.environ | variables, timeout_s=LIMIT_S)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
 

@@ -1,11 +1,10 @@
 """Dispatchers of expert parallelism on all GPUs of this machine (2 to 8): what only GPUs can show."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
+from tests.support.command import ROOT, program
 from tests.support.gpu_ranks import Seen, torchrun
 
 pytestmark = pytest.mark.gpu(2)
@@ -39,10 +38,7 @@ def test_graphs_replay(seen: Seen, what: str) -> None:
 
 def test_training_in_graphs() -> None:
     arguments = ["--graph", "--shape", "tiny", "--tokens", "1024", "--steps", "20", "--lr", "3e-3"]
-    done = subprocess.run(
-        torchrun(2, "examples/train_moe.py", *arguments),
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=180, start_new_session=True,
-    )  # fmt: skip
+    done = program(torchrun(2, "examples/train_moe.py", *arguments), folder=ROOT, timeout_s=180)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 2, done.stderr[-3000:]
     assert losses[1] < losses[0] < 5.6
