@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,7 +15,9 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,12 +25,13 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.program import tuning
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Program, Step
-from counterpoint.errors import CounterpointError
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
-from tests.support.ranks import PATIENT, TIMEOUT_S, error_of
+from tests.support.ranks import PATIENT, TIMEOUT_S, error_of, patient, said
+from tests.support.software_gpu import SoftwareGpu
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -43,6 +47,7 @@ MOVEMENT = (
 SENT_TO_ALL = ("all_gather", "all_to_all")  # these may release their outputs early
 REDUCTIONS = ("reduce_scatter", "reduce_scatter_coalesced", "all_reduce")
 OPERATIONS = (*MOVEMENT, *REDUCTIONS)
+DEVICES = pytest.mark.parametrize("device", [None, SoftwareGpu], ids=["CPU", "software GPU"])
 
 
 @dataclass
@@ -63,14 +68,17 @@ class Case:
 class Draws:
     """One seeded sequence of random collectives: the same on every rank, and every rank knows everyone's inputs."""
 
-    def __init__(self, communicator: Communicator, seed: int, max_bytes: int) -> None:
+    operations: tuple[str, ...] = OPERATIONS
+    summed: tuple[torch.dtype, ...] = SUMMED
+
+    def __init__(self, communicator: Any, seed: int, max_bytes: int) -> None:
         self.comm, self.random, self.max_bytes = communicator, random.Random(seed), max_bytes
         self.rank, self.n = communicator.rank, communicator.world_size
 
     def start(self) -> Case:
-        name = self.random.choice([name for name in OPERATIONS if self.n > 1 or name != "send_recv"])
+        name = self.random.choice([name for name in self.operations if self.n > 1 or name != "send_recv"])
         self.options: dict[str, Any] = {"channel": self.random.randrange(self.comm.channels), "async_op": True}
-        dtype = self.random.choice(SUMMED if name in REDUCTIONS else DTYPES)
+        dtype = self.random.choice(self.summed if name in REDUCTIONS else DTYPES)
         numel = int(2 ** self.random.uniform(0, self.max_bytes.bit_length()) / dtype.itemsize / self.n)
         numel = self.random.choice([0, 1, numel, numel, numel])
         self.name, self.most = name, self.n * max(1, numel)  # elements of any output
@@ -285,9 +293,8 @@ def random_collectives(session: Session, seed: int, count: int, max_bytes: int, 
     """How many of `count` random collectives came out right: up to four under way on three channels."""
     with Communicator(
         before_step=delays(seed, session.rank),
-        options=CommunicatorOptions(
+        options=patient(
             channels=3,
-            timeout_s=TIMEOUT_S,
             chunk_bytes=chunk_bytes,
             staging_bytes=(None, 5000)[seed % 2],
             debug=seed % 2 == 1,
@@ -301,7 +308,7 @@ def against_gloo(session: Session, operation: str) -> bool:
     n, rank, numel = session.world_size, session.rank, 1001
     mine = torch.randn(n * numel, generator=torch.Generator().manual_seed(rank))
     block, ours, theirs = mine[:numel], torch.zeros(n * numel), torch.zeros(n * numel)
-    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=256)) as communicator:
+    with Communicator(options=patient(chunk_bytes=256)) as communicator:
         match operation:
             case "all_gather":
                 torch_function("all_gather")(theirs, block)
@@ -327,7 +334,7 @@ def errors_of_a_sum(session: Session, operation: str, dtype: Any) -> tuple[float
     inputs = [torch.randn(n * numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(n)]
     exact = torch.stack(inputs).double().sum(0)
     ours, theirs = inputs[session.rank].clone(), inputs[session.rank].clone()
-    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=256)) as communicator:
+    with Communicator(options=patient(chunk_bytes=256)) as communicator:
         if operation == "all_reduce":
             communicator.all_reduce(ours)
             dist.all_reduce(theirs)
@@ -337,16 +344,6 @@ def errors_of_a_sum(session: Session, operation: str, dtype: Any) -> tuple[float
             exact, ours, theirs = exact.view(n, numel)[session.rank], ours[:numel], theirs[:numel]
     norm = exact.norm()
     return float((ours.double() - exact).norm() / norm), float((theirs.double() - exact).norm() / norm)
-
-
-def said(action: Callable[[], object]) -> tuple[str, tuple[int, ...], float]:
-    """What `action` raised, the ranks that it names, and after how many seconds."""
-    started = time.monotonic()
-    try:
-        action()
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}", getattr(error, "ranks", ()), time.monotonic() - started
-    return "", (), time.monotonic() - started
 
 
 CALLS: dict[str, Callable[[Communicator, Any], object]] = {
@@ -374,16 +371,14 @@ def call_each_its_own(
 ) -> tuple[str, tuple[int, ...], float]:
     """What ranks are told when rank r calls `names[r]`, then a barrier, and waits for its device if that is a GPU."""
     gpu = device() if device else None
-    options = CommunicatorOptions(timeout_s=TIMEOUT_S, debug=debug, chunk_bytes=256)
+    options = patient(debug=debug, chunk_bytes=256)
     with Communicator(device=gpu, options=options) as communicator:
         tensor = communicator.empty(6000).zero_() if gpu else torch.zeros(6000)
 
         def calls() -> None:
             CALLS[names[session.rank]](communicator, tensor)
             communicator.barrier()
-            if gpu:
-                gpu.synchronize()
-                communicator.check()
+            joined(communicator, gpu)
 
         told = said(calls)
         dist.barrier()  # closing is another thing to be told of
@@ -423,24 +418,39 @@ def one_has_a_fault(session: Session) -> str:
         return text
 
 
-def one_is_killed(session: Session, operation: str, at_step: int) -> tuple[str, tuple[int, ...], float]:
-    """What the others are told when rank 1 is killed before that step."""
-    steps = 0
+def one_is_killed(
+    session: Session, operation: str, at: int, device: Callable[[Any], Any] | None = None
+) -> tuple[str, tuple[int, ...], float]:
+    """What the others are told when rank 1 is killed before that step of a CPU, or that action of a GPU's streams."""
+    count, lock = 0, threading.Lock()
 
-    def kill(program: Program, step: Step) -> None:
-        nonlocal steps
-        if session.rank == 1 and steps == at_step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        steps += 1
+    def kill(*_: object) -> None:
+        nonlocal count
+        with lock:
+            count += 1
+            if session.rank == 1 and count > at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    communicator = Communicator(before_step=kill, options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=1024))
-    tensor = torch.zeros(6000)
+    gpu, options = device(kill) if device else None, patient(chunk_bytes=1024)
+    communicator = Communicator(device=gpu, before_step=None if gpu else kill, options=options)
+    tensor = communicator.empty(6000).zero_() if gpu else torch.zeros(6000)
 
     def calls() -> None:
         for _ in range(400):
             CALLS[operation](communicator, tensor)
+            joined(communicator, gpu)
 
-    return said(calls)
+    with patch.object(tuning, "TURN_BYTES", 64):  # chunks are pushed in turns
+        told = said(calls)
+    communicator.close()
+    return told
+
+
+def joined(communicator: Communicator, gpu: Any) -> None:
+    """Let the host wait for what a GPU was given, and say what went wrong there."""
+    if gpu:
+        gpu.synchronize()
+        communicator.check()
 
 
 BAD_CALLS: dict[str, Callable[[Communicator, Any], object]] = {
@@ -513,7 +523,7 @@ def outputs_that_cannot_be_written(session: Session, device: Any = None) -> list
 
 def too_many_slices(session: Session) -> tuple[str, float]:
     """What is said to a staging of 4 kB for 16 MiB, and a sum that fits after it."""
-    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S, staging_bytes=4096)) as communicator:
+    with Communicator(options=patient(staging_bytes=4096)) as communicator:
         large, small = torch.ones(1 << 22), torch.ones(1 << 12)
         told = said(lambda: communicator.reduce_scatter(large[: len(large) // communicator.world_size], large))[0]
         communicator.reduce_scatter(small[: len(small) // communicator.world_size], small.clone())
@@ -623,18 +633,19 @@ def an_impatient_wait(session: Session) -> tuple[str, bool, bool]:
         return told, work.is_completed() and session.rank == 0, work.wait() and work.exception() is None
 
 
-def channels_do_not_wait(session: Session) -> bool:
-    """Whether a call ends on one channel while another channel waits for rank 1."""
-    with Communicator(options=PATIENT) as communicator:
-        tensor = torch.ones(10)
+def channels_do_not_wait(session: Session, device: Any = None) -> tuple[bool, bool]:
+    """Whether a call on one channel ends while another waits for rank 1; and whether that one ends, too."""
+    gpu = device() if device else None
+    with Communicator(device=gpu, options=PATIENT) as communicator:
+        tensor = communicator.empty(10).fill_(1)
         early = communicator.barrier(channel=1, async_op=True) if session.rank == 0 else None
         communicator.all_reduce(tensor, channel=0)
+        joined(communicator, gpu)
         waits = early is None or not early.is_completed()
-        communicator.barrier(channel=0)  # rank 1 comes to the other channel only now
+        session.gather(0)  # rank 1 comes to the other channel only now
         late = early or communicator.barrier(channel=1, async_op=True)
         assert late is not None
-        late.wait()
-        return waits and bool((tensor == session.world_size).all())
+        return waits, late.wait(TIMEOUT_S) and bool((tensor == session.world_size).all())
 
 
 def groups_at_once(session: Session) -> list[float]:

@@ -2,9 +2,7 @@
 
 import ctypes
 import gc
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +20,8 @@ from counterpoint.collectives.program import tuning
 from counterpoint.collectives.submit import submitter
 from counterpoint.collectives.submit.tensors import copied, sendable
 from counterpoint.measurement.session import Session
-from tests.dist.collective_programs import CALLS, Case, Draws, all_right, said
-from tests.support.ranks import PATIENT, TIMEOUT_S
+from tests.dist.collective_programs import CALLS, Case, Draws, all_right, joined
+from tests.support.ranks import PATIENT, TIMEOUT_S, patient, said
 from tests.support.software_gpu import OneQueueDriver, SoftwareGpu
 
 COLLECTIVES = "all_reduce", "all_gather", "broadcast", "barrier", "even all_to_all", "uneven all_to_all"
@@ -115,9 +113,7 @@ def random_collectives(session: Session, seed: int, count: int, max_bytes: int) 
     with (
         patch.object(tuning, "TURN_BYTES", 64),
         _copies_kept(),
-        Communicator(
-            device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=(None, 1024)[seed % 2], **options)
-        ) as communicator,
+        Communicator(device=gpu, options=patient(chunk_bytes=(None, 1024)[seed % 2], **options)) as communicator,
     ):
         return all_right(GpuDraws(communicator, gpu, seed, max_bytes), count)
 
@@ -138,8 +134,8 @@ def on_one_queue(session: Session, seed: int, count: int, max_bytes: int) -> int
     with (
         patch.object(tuning, "TURN_BYTES", 64),
         _copies_kept(),
-        Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=1024)) as one,
-        Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, graphs=False)) as other,
+        Communicator(device=gpu, options=patient(chunk_bytes=1024)) as one,
+        Communicator(device=gpu, options=patient(graphs=False)) as other,
     ):
         draws = [GpuDraws(each, gpu, seed + salt, max_bytes) for salt, each in enumerate((one, other))]
         return all_right(EitherDraws(draws, seed), count)
@@ -195,8 +191,7 @@ def steps_in_stream_order(session: Session, early: bool, two_streams: bool, step
                 gpu.synchronize()
         for stream in streams:
             gpu.use(stream)
-            gpu.synchronize()
-        communicator.check()
+            joined(communicator, gpu)
         transport: Any = communicator._transport
         made = len(transport.context.memory._own), len(transport.context.events._made)
         return len(wrong), *made, gpu.driver.launches > 0
@@ -224,8 +219,7 @@ def captured(session: Session) -> list[list[float]]:
         graph = gpu.driver.cuStreamEndCapture(stream)[1]
         for _ in range(3):
             gpu.driver.cuGraphLaunch(graph, stream)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
     return seen
 
 
@@ -256,7 +250,7 @@ def captured_again(session: Session, times: int) -> list[list[bool]]:
     Calls of channel 1 are on a stream of their own, in the capture of which the current one is the origin.
     """
     gpu, numbers = SoftwareGpu(), [0]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=patient(channels=2)) as communicator:
         stream = gpu.current_stream()
         shards = [communicator.empty(communicator.world_size, 8) for _ in range(2)]
         for _ in range(times):
@@ -309,11 +303,7 @@ def refused(session: Session) -> list[str]:
 
 def sharing_a_gpu(session: Session, share: list[bool | None]) -> str:
     """Return what rank r is told when it opens a communicator with `share_gpu=share[r]`."""
-    return said(
-        lambda: Communicator(
-            device=SoftwareGpu(), options=CommunicatorOptions(timeout_s=TIMEOUT_S, share_gpu=share[session.rank])
-        ).close()
-    )[0]
+    return said(lambda: Communicator(device=SoftwareGpu(), options=patient(share_gpu=share[session.rank])).close())[0]
 
 
 def in_place_on_one(session: Session) -> list[float]:
@@ -322,8 +312,7 @@ def in_place_on_one(session: Session) -> list[float]:
     shards = communicator.empty(communicator.world_size, 64)
     mine = shards[0].zero_() if session.rank == 0 else torch.full((64,), float(session.rank))
     communicator.all_gather(shards, mine)
-    gpu.synchronize()
-    communicator.check()
+    joined(communicator, gpu)
     found = [float(row.unique()) for row in shards]
     session.gather(0)
     communicator.close()
@@ -350,8 +339,7 @@ def other_places(session: Session, late: int) -> tuple[str, int, float]:
 
     def call() -> None:
         communicator.all_gather(shards, torch.full((1000,), rank, dtype=torch.uint8))
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
 
     told, _, seconds = said(call)
     session.gather(0)
@@ -360,39 +348,11 @@ def other_places(session: Session, late: int) -> tuple[str, int, float]:
     return told, len(early_copies), seconds
 
 
-def one_is_killed(session: Session, operation: str, at_action: int) -> tuple[str, tuple[int, ...], float]:
-    """What the others are told when rank 1 is killed before that action of its streams. Chunks are pushed in turns."""
-    actions, lock = 0, threading.Lock()
-
-    def kill(name: str) -> None:
-        nonlocal actions
-        with lock:
-            actions += 1
-            if session.rank == 1 and actions > at_action:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    gpu = SoftwareGpu(kill)
-    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=1024))
-    tensor = communicator.empty(6000).zero_()
-
-    def calls() -> None:
-        for _ in range(400):
-            CALLS[operation](communicator, tensor)
-            gpu.synchronize()
-            communicator.check()
-
-    with patch.object(tuning, "TURN_BYTES", 64):
-        told = said(calls)
-    communicator.close()
-    return told
-
-
-def one_stays_away(session: Session, timeout_s: float, busy_s: float) -> tuple[str, tuple[int, ...]]:
-    """What ranks are told when rank 1 does not call; they come `busy_s` late themselves, by a kernel."""
+def one_stays_away(session: Session) -> tuple[str, tuple[int, ...]]:
+    """What ranks are told when rank 1 does not call."""
     gpu = SoftwareGpu()
-    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=timeout_s))
+    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=0.5))
     tensor = communicator.empty(100).zero_()
-    gpu.kernel(lambda: time.sleep(busy_s))
 
     def call() -> None:
         if session.rank != 1:
@@ -417,8 +377,7 @@ def a_long_kernel(session: Session, timeout_s: float, busy_s: float) -> str:
 
         def call() -> None:
             communicator.all_reduce(tensor)
-            gpu.synchronize()
-            communicator.check()
+            joined(communicator, gpu)
 
         return said(call)[0]
 
@@ -439,8 +398,7 @@ def one_behind_the_other(session: Session, timeout_s: float, late_s: float) -> s
             for work in works:
                 assert work is not None
                 work.wait()
-            gpu.synchronize()
-            communicator.check()
+            joined(communicator, gpu)
 
         return said(call)[0]
 
@@ -448,9 +406,7 @@ def one_behind_the_other(session: Session, timeout_s: float, late_s: float) -> s
 def reserved(session: Session) -> tuple[int, int, str]:
     """(regions with 1 MiB reserved, regions after tensors of so much); what is said to a hook on a GPU."""
     gpu = SoftwareGpu()
-    with Communicator(
-        device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, reserve_bytes=1 << 20)
-    ) as communicator:
+    with Communicator(device=gpu, options=patient(reserve_bytes=1 << 20)) as communicator:
         transport: Any = communicator._transport
         before = len(transport.context.memory._own)
         tensors = [communicator.empty(1 << 19, dtype=torch.uint8) for _ in range(2)]
@@ -469,7 +425,7 @@ def nothing(session: Session) -> tuple[tuple[int, ...], str, int]:
 def sums_on(session: Session, sum_sms: int | None) -> tuple[set[int | None], float]:
     """On how many SMs an all_reduce adds up, and what comes out."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, sum_sms=sum_sms)) as communicator:
+    with Communicator(device=gpu, options=patient(sum_sms=sum_sms)) as communicator:
         total = communicator.empty(100).fill_(session.rank + 1.0)
         communicator.all_reduce(total)
         gpu.synchronize()
@@ -493,21 +449,6 @@ def left_behind(session: Session) -> list[str]:
             communicator.all_reduce(tensor, async_op=True)
     after = set(threading.enumerate()) - before - {stream.thread for stream in gpu.driver.streams.values()}
     return sorted(thread.name for thread in after if isinstance(thread, threading.Thread))
-
-
-def channels_at_once(session: Session) -> tuple[bool, bool]:
-    """Whether a call on one channel ends while another waits for rank 1; and whether that one ends, too."""
-    gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=PATIENT) as communicator:
-        tensor = communicator.empty(10).fill_(1)
-        early = communicator.barrier(channel=1, async_op=True) if session.rank == 0 else None
-        communicator.all_reduce(tensor, channel=0)
-        gpu.synchronize()
-        waits = early is None or not early.is_completed()
-        session.gather(0)
-        late = early or communicator.barrier(channel=1, async_op=True)
-        assert late is not None
-        return waits, late.wait(TIMEOUT_S) and bool((tensor == session.world_size).all())
 
 
 def cache_of_two(session: Session, steps: int) -> tuple[int, int, int, int]:
@@ -551,8 +492,7 @@ def cache_of_two_in_captures(session: Session, captures: int) -> tuple[int, int]
             graphs.append(gpu.driver.cuStreamEndCapture(stream)[1])
         for graph in graphs:
             gpu.driver.cuGraphLaunch(graph, stream)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
         return sum(seen), len(cache._leaving)
 
 
@@ -571,9 +511,7 @@ def every_verb_in_a_new_thread(session: Session) -> dict[str, str]:
     word = torch.ones(1, dtype=torch.int32)
 
     def opens() -> None:
-        made["all"] = Communicator(
-            device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=4096, channels=3)
-        )
+        made["all"] = Communicator(device=gpu, options=patient(mailbox_bytes=4096, channels=3))
 
     told = {"opens": in_a_new_thread(opens)}
     communicator: Communicator = made["all"]

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from counterpoint import overlap
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.options import ExpertOptions, OverlapOptions
 from counterpoint.parallel.report import Report
 from tests.support.ranks import error_of
+from tests.support.torch_training import language_trained, largest_difference, pretrained, whole
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import train_moe
@@ -29,6 +29,7 @@ from moe import MoeShape, moe
 LENGTH = 16
 STEPS = 3
 VOCABULARY = 128
+SMALL = 1e-6  # the largest element of a tensor, below which its error is not relative to that
 
 
 BY_GATHER = ExpertOptions(mechanism="gather")
@@ -65,49 +66,46 @@ SPREADS_OF_FOUR = {
 
 def transformers_model(spread: Spread, folder: str) -> Any:
     """A small model of `transformers`, spread by its own plan."""
-    import transformers
-    from transformers.distributed import DistributedConfig
-
-    own = {"Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True}}
-    config = getattr(transformers, f"{spread.kind}Config")(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, num_experts_per_tok=2, use_cache=False, **own.get(spread.kind, {"num_local_experts": 4}),
-    )  # fmt: skip
-    kind = getattr(transformers, f"{spread.kind}ForCausalLM")
-    if dist.get_rank() == 0:
-        torch.manual_seed(3)
-        model = kind(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("gate.weight"):
-                    parameter.normal_()  # otherwise all tokens may go to the same experts
-        model.save_pretrained(folder)
-    dist.barrier()
-    made = kind.from_pretrained(
-        folder,
-        dtype=torch.float64,
-        distributed_config=DistributedConfig(**dict(spread.sizes)),
+    own: dict[str, Any] = {"num_local_experts": 4}
+    if spread.kind == "Qwen3Moe":
+        own = {"num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, **own}
+    sizes |= {"vocab_size": VOCABULARY, "num_experts_per_tok": 2}
+    made = pretrained(  # drawn: otherwise all tokens may go to the same experts
+        spread.kind, folder, dict(spread.sizes), "gate.weight", sizes, dtype=torch.float64,
         experts_implementation="eager",
-    )
+    )  # fmt: skip
     if spread.checkpoint:
         made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return made
 
 
-def with_transformers(_: Session, name: str, folder: str) -> tuple[float, Report]:
-    """How far losses, gradients and an evaluation are from those without `overlap`, and the report."""
-    spread = (SPREADS | SPREADS_OF_FOUR)[name]
+def followed(
+    spread: Spread, folder: str, *, options: ExpertOptions | None = None, tuned: Any = None
+) -> tuple[dict[str, Tensor], Report]:
+    """What a model of `transformers` found in training under `overlap`, and the report."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own
-        expected = _trained(transformers_model(spread, folder), spread)
         model = transformers_model(spread, folder)
-        with overlap(model, options=OverlapOptions(expert_parallel=spread.options)) as handle:
+        with overlap(model, options=OverlapOptions(expert_parallel=options), tuned=tuned) as handle:
             if spread.compiled:
                 for layer in model.model.layers:
                     layer.compile(backend="aot_eager")
-            found = _trained(model, spread)
-            report = handle.report()
-    return largest_difference(found, expected), report
+            return trained(model, spread), handle.report()
+
+
+def stock(spread: Spread, folder: str) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        return trained(transformers_model(spread, folder), spread)
+
+
+def with_transformers(_: Session, name: str, folder: str) -> tuple[float, Report]:
+    """How far losses, gradients and an evaluation are from those without `overlap`, and the report."""
+    spread = (SPREADS | SPREADS_OF_FOUR)[name]
+    expected = stock(spread, folder)
+    found, report = followed(spread, folder, options=spread.options)
+    return largest_difference(found, expected, SMALL), report
 
 
 def refusals(_: Session, folder: str) -> tuple[list[str], list[str], bool, str]:
@@ -145,39 +143,9 @@ LEFT: list[tuple[tuple[tuple[str, Any], ...], Any]] = [
 ]
 
 
-def _trained(model: Any, spread: Spread) -> dict[str, Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model.train()
+def trained(model: Any, spread: Spread) -> dict[str, Tensor]:
     shares_text = dict(spread.sizes).get("tp_size", 1)
-    numbers = torch.Generator().manual_seed(1 + dist.get_rank() // shares_text)
-    found = {}
-    for step in range(STEPS):
-        text = torch.randint(VOCABULARY, (2, spread.lengths[step]), generator=numbers)
-        loss = model(input_ids=text, labels=text).loss
-        loss.backward()
-        found[f"{step} loss"] = loss.detach()
-        found |= {f"{step} {name}": whole(parameter.grad) for name, parameter in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-    with torch.no_grad():
-        found["evaluated"] = model(input_ids=text, labels=text).loss
-    return found
-
-
-def whole(x: Any) -> Tensor:
-    if x is None:
-        return torch.zeros(0)
-    part: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
-    return part.detach().clone()
-
-
-def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest error of any tensor, relative to the largest element that it should have."""
-    assert found.keys() == expected.keys()
-    pairs = [(found[name], expected[name]) for name in expected if expected[name].numel()]
-    errors = ((a - b).abs().max() / b.abs().max().clamp(min=1e-6) for a, b in pairs)
-    return float(max(errors))
+    return language_trained(model, 1 + dist.get_rank() // shares_text, spread.lengths, VOCABULARY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,11 +195,11 @@ def beside_one_process(session: Session, name: str) -> tuple[float, Report | Non
             copies[key].copy_(_of_all(key, parameter, layout.ep))
     expected = _steps(reference, list(range(session.world_size)), 1)
     if not layout.overlapped:
-        return largest_difference(_steps(model, [session.rank], layout.ep), expected), None
+        return largest_difference(_steps(model, [session.rank], layout.ep), expected, SMALL), None
     with overlap(model) as handle:
         found = _steps(model, [session.rank], layout.ep)
         report = handle.report()
-    return largest_difference(found, expected), report
+    return largest_difference(found, expected, SMALL), report
 
 
 def _steps(model: Llama, ranks: list[int], ep: int) -> dict[str, Tensor]:

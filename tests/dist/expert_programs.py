@@ -510,16 +510,12 @@ def replayed(session: Session) -> list[int]:
 
     Here a graph does all in the order in which it was captured, as if a GPU had one queue.
     """
-    gpu, layout, opened = FlagGpu(delays(7, session.rank), OnlyFlags), layout_of(session), list[Communicator]()
+    gpu, layout, communicators = FlagGpu(delays(7, session.rank), OnlyFlags), layout_of(session), list[Communicator]()
 
     def open_one(group: Any, device: Any, options: Any) -> Communicator:
-        opened.append(Communicator(group, device=gpu, options=options))
-        return opened[0]
+        communicators.append(Communicator(group, device=gpu, options=options))
+        return communicators[0]
 
-    made = Dispatcher(
-        experts=layout.experts, top_k=layout.top_k, max_tokens=layout.max_tokens, hidden=layout.hidden,
-        options=ExpertOptions(mechanism="gather", equal_tokens=True, communicator=PATIENT),
-    )  # fmt: skip
     experts = [LocalExperts(layout.local_experts, layout.hidden, 8) for _ in range(2)]
 
     def step() -> None:
@@ -530,26 +526,26 @@ def replayed(session: Session) -> list[int]:
         y.sum().backward()
 
     def not_at_rest() -> int:
-        transport: Any = opened[0]._transport
+        transport: Any = communicators[0]._transport
         context = transport.context
         at, count = Location(context.flags.region, 0), context.flags.captured_bytes // 4
         words = torch.tensor((ctypes.c_int32 * count).from_address(context.memory.address(session.rank, at, 4 * count)))
-        words = words.view(2 * opened[0].channels, -1)
+        words = words.view(2 * communicators[0].channels, -1)
         words[1::2, : layout.world_size] -= 1  # staging is free
         return int(words.count_nonzero())
 
     found, stream = [], gpu.current_stream()
-    with patch.object(rank_groups, "Communicator", open_one):
-        step()
-    gpu.synchronize()
-    gpu.driver.cuStreamBeginCapture(stream, 2)
-    step()
-    graph = gpu.driver.cuStreamEndCapture(stream)[1]
-    for _ in range(3):
-        gpu.driver.cuGraphLaunch(graph, stream)
+    with opened(layout, mechanism="gather", equal_tokens=True) as made:
+        with patch.object(rank_groups, "Communicator", open_one):
+            step()
         gpu.synchronize()
-        session.gather(None)
-        found.append(not_at_rest())
-        session.gather(None)
-    made.close()
+        gpu.driver.cuStreamBeginCapture(stream, 2)
+        step()
+        graph = gpu.driver.cuStreamEndCapture(stream)[1]
+        for _ in range(3):
+            gpu.driver.cuGraphLaunch(graph, stream)
+            gpu.synchronize()
+            session.gather(None)
+            found.append(not_at_rest())
+            session.gather(None)
     return found

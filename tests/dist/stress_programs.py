@@ -28,12 +28,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from counterpoint import overlap
-from counterpoint.collectives.host.group import torch_function
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions, overlapped_moe
 from counterpoint.parallel.options import OverlapOptions, TensorOptions
 from counterpoint.torch_backend import BackendOptions, report
 from tests.dist.tensor_programs import cut_anywhere
+from tests.dist.torch_backend_programs import EVERYTHING, OPERATIONS, started
 from tests.support.ranks import PATIENT
 from tests.support.routing import routing
 
@@ -157,11 +157,26 @@ class Calls:
         return ((torch.arange(size) * (rank + 1) + salt) % 17).float()
 
     def begin(self) -> None:
-        operation: Callable[[int, int], Begun] = self.draw.choice(
-            (self.all_reduce, self.all_gather, self.reduce_scatter, self.all_to_all, self.broadcast, self.ring)
-        )
-        size, salt = self.n * self.draw.choice((16, 1000, 20_000)), self.draw.randrange(17)
-        self.under_way.append((f"{operation.__name__} of {size}", operation(size, salt)))
+        operation, rank, n = self.draw.choice((*OPERATIONS[:5], "ring")), self.rank, self.n
+        size, salt = n * self.draw.choice((16, 1000, 20_000)), self.draw.randrange(17)
+        given = size // n if operation == "all_gather" else size
+        everyone = torch.stack([self.given(peer, given, salt) for peer in range(n)])
+        own, root = everyone[rank].to(self.device, copy=True), salt % n
+        out = own.new_empty(size // n if operation == "reduce_scatter" else size)
+        wanted: dict[str, Callable[[], Tensor]] = {
+            "all_reduce": lambda: everyone.sum(0),
+            "broadcast": lambda: everyone[root],
+            "all_gather": everyone.flatten,
+            "reduce_scatter": lambda: everyone.sum(0).chunk(n)[rank],
+            "all_to_all": lambda: everyone.view(n, n, -1)[:, rank].flatten(),
+            "ring": lambda: everyone[(rank - 1) % n],
+        }
+        if operation == "ring":
+            sent = dist.isend(own, (rank + 1) % n, group=self.group)
+            works = [sent, dist.irecv(out, (rank - 1) % n, group=self.group)]
+        else:
+            works = [started(operation, out, own, self.group, True, root)]
+        self.under_way.append((f"{operation} of {size}", (works, out, wanted[operation]())))
 
     def end(self, which: int) -> None:
         name, (works, found, wanted) = self.under_way.pop(which)
@@ -173,42 +188,6 @@ class Calls:
     def end_all(self) -> None:
         while self.under_way:
             self.end(0)
-
-    def everyone(self, size: int, salt: int) -> tuple[Tensor, Tensor]:
-        all_of_them = torch.stack([self.given(rank, size, salt) for rank in range(self.n)])
-        return all_of_them[self.rank].to(self.device, copy=True), all_of_them
-
-    def all_reduce(self, size: int, salt: int) -> Begun:
-        own, everyone = self.everyone(size, salt)
-        return [dist.all_reduce(own, group=self.group, async_op=True)], own, everyone.sum(0)
-
-    def all_gather(self, size: int, salt: int) -> Begun:
-        own, everyone = self.everyone(size // self.n, salt)
-        out = own.new_empty(size)
-        return [torch_function("all_gather")(out, own, group=self.group, async_op=True)], out, everyone.flatten()
-
-    def reduce_scatter(self, size: int, salt: int) -> Begun:
-        own, everyone = self.everyone(size, salt)
-        out = own.new_empty(size // self.n)
-        work = torch_function("reduce_scatter")(out, own, group=self.group, async_op=True)
-        return [work], out, everyone.sum(0).chunk(self.n)[self.rank]
-
-    def all_to_all(self, size: int, salt: int) -> Begun:
-        own, everyone = self.everyone(size, salt)
-        out = torch.empty_like(own)
-        work = dist.all_to_all_single(out, own, group=self.group, async_op=True)
-        return [work], out, everyone.view(self.n, self.n, -1)[:, self.rank].flatten()
-
-    def broadcast(self, size: int, salt: int) -> Begun:
-        own, everyone = self.everyone(size, salt)
-        root = salt % self.n
-        return [dist.broadcast(own, root, group=self.group, async_op=True)], own, everyone[root]
-
-    def ring(self, size: int, salt: int) -> Begun:
-        own, everyone = self.everyone(size, salt)
-        out, before, after = torch.empty_like(own), (self.rank - 1) % self.n, (self.rank + 1) % self.n
-        works = [dist.isend(own, after, group=self.group), dist.irecv(out, before, group=self.group)]
-        return works, out, everyone[before]
 
 
 def trained(
@@ -290,8 +269,7 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
         ),
     )
     model = made(seed, meshes, by_counterpoint(dispatcher, parts), torch.float32)
-    taken = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 1)
-    options = BackendOptions(crossover_bytes=taken, communicator=PATIENT)
+    options = BackendOptions(crossover_bytes=dict.fromkeys(EVERYTHING, 1), communicator=PATIENT)
     everyone = dist.new_group(backend="counterpoint", pg_options=options)
     matmuls = TensorOptions(mechanism=draw.choice(("cuts", "cuts", "serial", "auto")), communicator=PATIENT)
     options_of_model = OverlapOptions(tensor_parallel=matmuls, prefetch=draw.choice((None, 1, 2)), communicator=PATIENT)

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +31,6 @@ from tests.support.ranks import PATIENT, error_of
 from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 
 OPS = torch.ops.counterpoint
-MACHINE_EPSILON = torch.finfo(torch.bfloat16).eps
 
 
 class HostStreamDriver(SoftwareDriver):
@@ -170,93 +170,45 @@ def gathered(session: Session, seed: int, calls: int, gpu: bool = False) -> list
         return sorted({row.path for row in group.report().calls})
 
 
-def scattered(session: Session, seed: int, calls: int, gpu: bool = False) -> list[str]:
-    """Results and derivatives of random matmul_reduce_scatters; return by which paths they went."""
+def reduced(session: Session, seed: int, calls: int, gpu: bool = False, *, scatter: bool) -> list[str]:
+    """Results of random matmuls, some with a bias, whose sums are scattered or stay with all ranks, and derivatives.
+
+    Sums that all ranks keep have equal bits on all of them. Return by which paths the calls went.
+    """
     n = dist.get_world_size()
     with opened(session, seed, gpu) as (group, draw, name):
         for number in range(calls):
             torch.manual_seed(1000 * number + session.rank)
             shape, dim, dtype = drawn(draw, n)
-            whole = [*shape]
-            whole[dim] *= n
+            given = [*shape]
+            given[dim if scatter else 0] *= n if scatter or draw.random() < 0.8 else 1
             columns, op = 8 * draw.randint(1, 3), draw.choice(["sum", "avg"])
-            a = torch.randn(whole, dtype=dtype, requires_grad=True)
-            b = torch.randn(shape[-1], columns, dtype=dtype, requires_grad=True)
-            out = OPS.matmul_reduce_scatter(a, b, op, dim, name)
+            sizes = given, (shape[-1], columns), *([(columns,)] if draw.random() < 0.3 else [])
+            leaves = [torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes]
+            wide = [one.detach().double().requires_grad_() for one in leaves]
             factor = 1.0 if op == "sum" else 1.0 / n
-            total = a.detach().double() @ b.detach().double() * factor
+            product = wide[0] @ wide[1] + (wide[2] if len(wide) > 2 else 0)
+            total = product.detach() * factor
             dist.all_reduce(total)
-            close(out, total.chunk(n, dim=dim)[session.rank], n * shape[-1])
+            function = f"{'linear' if len(wide) > 2 else 'matmul'}_{'reduce_scatter' if scatter else 'all_reduce'}"
+            out = getattr(OPS, function)(*leaves, op, *([dim] if scatter else []), name)
+            close(out, total.chunk(n, dim=dim)[session.rank] if scatter else total, n * shape[-1])
+            if not scatter:
+                assert torch.equal(rows_of_all(out.detach()[None], 0), out.detach()[None].expand(n, *out.shape))
+                torch.manual_seed(number)
             grad = torch.randn_like(out)
             out.backward(grad)
-            wide = rows_of_all(grad, dim).double() * factor
-            assert a.grad is not None
-            assert b.grad is not None
-            close(a.grad, wide @ b.detach().double().t(), columns)
-            close(b.grad, a.detach().double().flatten(0, -2).t() @ wide.flatten(0, -2), wide.numel() // columns)
-        return sorted({row.path for row in group.report().calls})
-
-
-def all_reduced(session: Session, seed: int, calls: int, gpu: bool = False) -> list[str]:
-    """Results of random matmul_all_reduces, equal on all ranks, and derivatives; return by which paths they went."""
-    n = dist.get_world_size()
-    with opened(session, seed, gpu) as (group, draw, name):
-        for number in range(calls):
-            torch.manual_seed(1000 * number + session.rank)
-            shape, _, dtype = drawn(draw, n)
-            shape = (n * shape[0] if draw.random() < 0.8 else shape[0], *shape[1:])
-            b = torch.randn(shape[-1], 16, dtype=dtype, requires_grad=True)
-            a, op = torch.randn(shape, dtype=dtype, requires_grad=True), draw.choice(["sum", "avg"])
-            out = OPS.matmul_all_reduce(a, b, op, name)
-            factor = 1.0 if op == "sum" else 1.0 / n
-            total = a.detach().double() @ b.detach().double() * factor
-            dist.all_reduce(total)
-            close(out, total, n * shape[-1])
-            assert torch.equal(rows_of_all(out.detach()[None], 0), out.detach()[None].expand(n, *out.shape))
-            torch.manual_seed(number)
-            grad = torch.randn_like(out)
-            out.backward(grad)
-            assert a.grad is not None
-            assert b.grad is not None
-            close(a.grad, grad.double() @ b.detach().double().t() * factor, 16)
-            wide = a.detach().double().flatten(0, -2).t() @ grad.double().flatten(0, -2) * factor
-            close(b.grad, wide, out.numel() // 16)
+            product.backward((rows_of_all(grad, dim) if scatter else grad).double() * factor)
+            rows = product.numel() // columns
+            for narrow, exact, terms in zip(leaves, wide, (columns, rows, 100), strict=False):
+                assert narrow.grad is not None
+                assert exact.grad is not None
+                close(narrow.grad, exact.grad, terms)
             del out, grad
         return sorted({row.path for row in group.report().calls})
 
 
-def biased(session: Session, seed: int) -> list[str]:
-    """Linear layers with a bias of each rank; return by which paths they went."""
-    n, me = dist.get_world_size(), session.rank
-    with opened(session, seed) as (group, _, name):
-        for op, factor in (("sum", 1.0), ("avg", 1.0 / n)):
-            torch.manual_seed(me)
-            a, b = torch.randn(2, 4 * n, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
-            bias = torch.randn(16, requires_grad=True)
-            wide_a, wide_b, wide_bias = (one.detach().double().requires_grad_() for one in (a, b, bias))
-            product = wide_a @ wide_b + wide_bias
-            total = product.detach() * factor
-            dist.all_reduce(total)
-            for out, want in (
-                (OPS.linear_reduce_scatter(a, b, bias, op, 1, name), total.chunk(n, dim=1)[me]),
-                (OPS.linear_all_reduce(a, b, bias, op, name), total),
-            ):
-                close(out, want, n * 8)
-                torch.manual_seed(7)
-                grad = torch.randn_like(out)
-                for one in (a, b, bias, wide_a, wide_b, wide_bias):
-                    one.grad = None
-                out.backward(grad)
-                whole = grad if out.shape == product.shape else rows_of_all(grad, 1)
-                product.backward(whole.double() * factor, retain_graph=True)
-                for narrow, wide in ((a, wide_a), (b, wide_b)):
-                    assert narrow.grad is not None
-                    assert wide.grad is not None
-                    close(narrow.grad, wide.grad, 100)
-                assert bias.grad is not None
-                assert wide_bias.grad is not None
-                close(bias.grad, wide_bias.grad, 100)
-        return sorted({row.path for row in group.report().calls})
+scattered, all_reduced = partial(reduced, scatter=True), partial(reduced, scatter=False)
 
 
 def scaled(session: Session, seed: int) -> list[str]:

@@ -1,5 +1,7 @@
 """Collectives between real processes: random ones with delays at random steps, beside gloo, and their memory."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,8 +42,9 @@ def test_sums_are_no_worse_than_those_of_gloo(three_ranks: Ranks, operation: str
         assert ours <= (theirs if dtype.itemsize == 2 else 2 * theirs)
 
 
-def test_channels_run_at_the_same_time(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.channels_do_not_wait) == [True] * 2
+@programs.DEVICES
+def test_channels_run_at_the_same_time(two_ranks: Ranks, device: Any) -> None:
+    assert two_ranks.run(programs.channels_do_not_wait, device) == [(True, True)] * 2
 
 
 def test_communicators_run_at_the_same_time(three_ranks: Ranks) -> None:

@@ -15,10 +15,14 @@ H200 = default_profile()
 SLOWER = msgspec.structs.replace(H200, rates=msgspec.structs.replace(H200.rates, copy_us=9.0))
 
 
+STEPS = [(at, None) for at in (0, 1, 2, 3, 5, 8, 13, 34, 150)]
+ACTIONS = [(at, SoftwareGpu) for at in (0, 1, 2, 5, 13, 60, 300)]
+
+
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "even all_to_all"])
-@pytest.mark.parametrize("at_step", [0, 1, 2, 3, 5, 8, 13, 34, 150])
-def test_a_killed_rank_ends_the_others(operation: str, at_step: int) -> None:
-    first, killed, last = run_once(3, programs.one_is_killed, operation, at_step)
+@pytest.mark.parametrize(("at", "device"), [*STEPS, *ACTIONS])
+def test_a_killed_rank_ends_the_others(operation: str, at: int, device: Any) -> None:
+    first, killed, last = run_once(3, programs.one_is_killed, operation, at, device)
     assert killed == -signal.SIGKILL
     for text, ranks, seconds in (first, last):
         assert (text[:11], ranks, seconds < SOON_S) == ("PeerTimeout", (1,), True), text
@@ -125,16 +129,13 @@ def test_staging_that_is_far_too_small_is_refused(two_ranks: Ranks) -> None:
     assert [(said in text, value) for text, value in two_ranks.run(programs.too_many_slices)] == [(True, 2.0)] * 2
 
 
-DEVICES = pytest.mark.parametrize("device", [None, SoftwareGpu], ids=["CPU", "software GPU"])
-
-
-@DEVICES
+@programs.DEVICES
 @pytest.mark.parametrize("how", programs.CHILDREN)
 def test_a_forked_child_leaves_the_communicator_alone(two_ranks: Ranks, how: str, device: Any) -> None:
     assert two_ranks.run(programs.forks, how, device) == [(True, 16.0)] * 2
 
 
-@DEVICES
+@programs.DEVICES
 def test_outputs_that_are_not_contiguous_are_refused(two_ranks: Ranks, device: Any) -> None:
     assert two_ranks.run(programs.outputs_that_cannot_be_written, device) == [[], []]
 

@@ -1,12 +1,9 @@
 """The communicator of GPUs between real processes, on software GPUs: threads for streams, shared memory for theirs."""
 
-import signal
-from typing import Any
-
 import pytest
 
 from tests.dist import communicator_cuda_programs as programs
-from tests.support.ranks import SOON_S, Ranks, run_once
+from tests.support.ranks import SOON_S, Ranks, finding, run_once
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -49,12 +46,6 @@ def test_what_comes_again_is_replayed(two_ranks: Ranks) -> None:
     assert [replayed for *_, replayed in two_ranks.run(programs.steps_in_stream_order, False, False, 20)] == [True] * 2
 
 
-def test_calls_can_be_captured(two_ranks: Ranks) -> None:
-    """With kernels around them, sync and async, in a graph of the caller's, replayed three times."""
-    wanted = [[0.5 + k, 4 * (100 * (0.5 + k))] for k in (1, 2, 3)]
-    assert two_ranks.run(programs.captured) == [wanted] * 2
-
-
 def test_what_a_graph_cannot_hold_is_refused(two_ranks: Ranks) -> None:
     """An early release is told so, not a new region; the communicator works on, with other blocks than a graph has."""
     for early, grows, good, after in two_ranks.run(programs.refused_in_a_capture):
@@ -62,22 +53,20 @@ def test_what_a_graph_cannot_hold_is_refused(two_ranks: Ranks) -> None:
         assert after == "[0.0, 1.0] in block 1"
 
 
-FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
-    "captures that have ended are forgotten": (programs.captured_again, (4,), [[False, False, False, False, True]] * 2),
-    "a call behind a long kernel is nobodys fault": (programs.a_long_kernel, (0.4, 1.0), ""),
-    "a call behind another has not begun": (programs.one_behind_the_other, (1.2, 0.8), ""),
-    "no elements need no memory": (programs.nothing, (), ((0, 5), "cpu", 0)),
-    "nothing is left running": (programs.left_behind, (), []),
-    "channels run at the same time": (programs.channels_at_once, (), (True, True)),
-    "what was prepared goes when there is too much of it": (programs.cache_of_two, (45,), (45, 2, 0, 2)),
-    "what was prepared in captures goes too": (programs.cache_of_two_in_captures, (4,), (20, 0)),
-    "threads without a context make every call": (programs.every_verb_in_a_new_thread, (), {}),
-}
-
-
-@pytest.mark.parametrize(("program", "arguments", "wanted"), FOUND_BY_TWO.values(), ids=FOUND_BY_TWO)
-def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[Any, ...], wanted: Any) -> None:
-    assert two_ranks.run(program, *arguments) == [wanted] * 2
+test_what_ranks_find = finding({
+    "captures that have ended are forgotten": (2, programs.captured_again, (4,), [[*[False] * 4, True]] * 2),
+    "a call behind a long kernel is nobodys fault": (2, programs.a_long_kernel, (0.4, 1.0), ""),
+    "a call behind another has not begun": (2, programs.one_behind_the_other, (1.2, 0.8), ""),
+    "no elements need no memory": (2, programs.nothing, (), ((0, 5), "cpu", 0)),
+    "nothing is left running": (2, programs.left_behind, (), []),
+    "what was prepared goes when there is too much of it": (2, programs.cache_of_two, (45,), (45, 2, 0, 2)),
+    "what was prepared in captures goes too": (2, programs.cache_of_two_in_captures, (4,), (20, 0)),
+    "threads without a context make every call": (2, programs.every_verb_in_a_new_thread, (), {}),
+    "a gather may be in place on one rank only": (4, programs.in_place_on_one, (), [0.0, 1.0, 2.0, 3.0]),
+    "calls can be captured": (2, programs.captured, (), [[0.5 + k, 4 * (100 * (0.5 + k))] for k in (1, 2, 3)]),
+    "sums run on all SMs": (2, programs.sums_on, (None,), ({None}, 3.0)),
+    "sums run on the SMs that they were given": (2, programs.sums_on, (8,), ({8}, 3.0)),
+})  # fmt: skip
 
 
 def test_a_tensor_that_dies_in_a_capture_gives_its_memory_back(two_ranks: Ranks) -> None:
@@ -92,11 +81,6 @@ def test_calls_that_cannot_be_made_are_refused(two_ranks: Ranks) -> None:
         assert after == "[0.0, 1.0]"
 
 
-def test_a_gather_may_be_in_place_on_one_rank_only(four_ranks: Ranks) -> None:
-    """What the others do does not depend on where a rank has its own shard."""
-    assert four_ranks.run(programs.in_place_on_one) == [[0.0, 1.0, 2.0, 3.0]] * 4
-
-
 @pytest.mark.parametrize("late", [0, 1])
 def test_places_that_do_not_match_are_told_before_a_byte_is_written(two_ranks: Ranks, late: int) -> None:
     told = two_ranks.run(programs.other_places, late)
@@ -105,17 +89,8 @@ def test_places_that_do_not_match_are_told_before_a_byte_is_written(two_ranks: R
     assert any("into region" in text and "make and drop buffers in the same order" in text for text, _, _ in told), told
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "even all_to_all"])
-@pytest.mark.parametrize("at_action", [0, 1, 2, 5, 13, 60, 300])
-def test_a_killed_rank_ends_the_others(operation: str, at_action: int) -> None:
-    first, killed, last = run_once(3, programs.one_is_killed, operation, at_action)
-    assert killed == -signal.SIGKILL
-    for text, ranks, seconds in (first, last):
-        assert (text[:11], ranks, seconds < SOON_S) == ("PeerTimeout", (1,), True), text
-
-
 def test_a_rank_that_stays_away_is_named(three_ranks: Ranks) -> None:
-    told = three_ranks.run(programs.one_stays_away, 0.5, 0.0)
+    told = three_ranks.run(programs.one_stays_away)
     assert [ranks for _, ranks in (told[0], told[2])] == [(1,)] * 2, told
     assert "waiting for rank 1 (has not come" in told[0][0]
 
@@ -129,11 +104,6 @@ def test_a_rank_that_does_not_make_memory_is_named(two_ranks: Ranks) -> None:
 def test_memory_can_be_reserved(two_ranks: Ranks) -> None:
     for before, after, told in two_ranks.run(programs.reserved):
         assert (before, after, "before_step on a GPU" in told) == (2, 2, True)
-
-
-@pytest.mark.parametrize("sum_sms", [None, 8])
-def test_sums_run_on_the_sms_they_were_given(two_ranks: Ranks, sum_sms: int | None) -> None:
-    assert two_ranks.run(programs.sums_on, sum_sms) == [({sum_sms}, 3.0)] * 2
 
 
 def test_an_abort_does_not_wait_for_a_peer(two_ranks: Ranks) -> None:

@@ -15,24 +15,9 @@ from counterpoint.measurement.session import Session
 from counterpoint.parallel.ddp import HookState, hook
 from counterpoint.parallel.options import DdpOptions, OverlapOptions
 from counterpoint.parallel.report import Report
+from tests.dist.torch_backend_programs import Branches
 from tests.support.ranks import PATIENT, Ranks
-
-STEPS = 5
-
-
-class Branches(torch.nn.Module):
-    def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(48, 96).to(dtype)
-        self.left = torch.nn.Linear(96, 64).to(dtype)
-        self.right = torch.nn.Linear(96, 64).to(dtype)
-        self.last = torch.nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        hidden = self.first(x.to(self.first.weight.dtype)).relu()
-        out = self.left(hidden) + self.right(hidden) if both else self.left(hidden)
-        last: torch.Tensor = self.last(out.float())
-        return last
+from tests.support.torch_training import learned
 
 
 def trained(
@@ -49,29 +34,15 @@ def trained(
         if handle is not None:
             report = handle.report()
             handle.restore()
-            found[-1] += _losses(ddp, both)
-        else:
-            found[-1] += _losses(ddp, both)
+        found[-1] += _losses(ddp, both)
     assert report is not None
     return found[0], found[1], report
 
 
 def _losses(ddp: DistributedDataParallel, both: bool) -> list[float]:
     numbers = torch.Generator().manual_seed(10 + dist.get_rank())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    losses = []
-    for step in range(STEPS):
-        batch = torch.randn(16, 48, generator=numbers)
-        if step % 3 == 1:
-            with ddp.no_sync():
-                ddp(batch, both).square().mean().backward()
-            continue
-        loss = ddp(batch, both).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    batches = ((torch.randn(16, 48, generator=numbers), both) for _ in range(5))
+    return learned(ddp, batches, lr=0.05, accumulates=True)
 
 
 def averages(_: Session, wire: torch.dtype | None, numel: int) -> tuple[float, float]:

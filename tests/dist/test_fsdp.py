@@ -1,12 +1,13 @@
 """FSDP2 with zero-SM collectives beside stock FSDP2, between real processes: every way to train gives the same bits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support import fsdp_training as training
 from tests.support.fsdp_training import BF16, CASES, Case
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, finding
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -15,11 +16,15 @@ def test_training_is_that_of_stock(two_ranks: Ranks, case: Case) -> None:
     assert two_ranks.run(training.beside_stock, case) == [([], [])] * 2
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_hybrid_sharding_is_that_of_stock(four_ranks: Ranks, microbatches: int) -> None:
-    """HSDP, two replicas of two shards each: ours within a replica, torch's all-reduce between them."""
-    case = Case(policy=BF16, mesh=(2, 2), microbatches=microbatches)
-    assert four_ranks.run(training.beside_stock, case) == [([], [])] * 4
+HSDP = Case(policy=BF16, mesh=(2, 2))  # two replicas of two shards each: torch reduces between them
+test_what_ranks_find = finding({
+    "premultiplied sums": (2, training.premultiplied, (), []),
+    "asynchronous gathers are waited for": (2, training.unsharded_ahead, (), []),
+    "layers are gathered twice in each of three microbatches, the root once, and gradients scattered once": (
+        2, training.gathers_and_scatters, (Case(microbatches=3, steps=1),), [(3, 1, "avg"), *[(6, 1, "avg")] * 3]),
+    "HSDP, ours within a replica": (4, training.beside_stock, (HSDP,), ([], [])),
+    "HSDP, accumulated": (4, training.beside_stock, (replace(HSDP, microbatches=2),), ([], [])),
+})  # fmt: skip
 
 
 @pytest.mark.parametrize("reshard", [True, 2])
@@ -36,25 +41,10 @@ def test_the_smaller_group_gathers_in_place(four_ranks: Ranks) -> None:
         assert [line.split(":")[0] for line in wrong] == ["(root)"]
 
 
-def test_gradients_are_scattered_once_a_step(two_ranks: Ranks) -> None:
-    """Of three microbatches only the last scatters; layers are gathered twice in each of them, the root once."""
-    layers, root = (6, 1, "avg"), (3, 1, "avg")
-    case = Case(microbatches=3, steps=1)
-    assert two_ranks.run(training.gathers_and_scatters, case) == [[root, layers, layers, layers]] * 2
-
-
 def test_sizes_are_foreseen(two_ranks: Ranks) -> None:
     """The report says before the first step how much each module gathers, with what FSDP2 pads."""
     for sizes in two_ranks.run(training.sizes):
         assert [(foreseen, foreseen) for foreseen, _ in sizes] == sizes
-
-
-def test_premultiplied_sums_are_those_of_stock(two_ranks: Ranks) -> None:
-    assert two_ranks.run(training.premultiplied) == [[]] * 2
-
-
-def test_asynchronous_gathers_are_waited_for(two_ranks: Ranks) -> None:
-    assert two_ranks.run(training.unsharded_ahead) == [[]] * 2
 
 
 def test_checkpoints_are_those_of_stock(two_ranks: Ranks, tmp_path: Path) -> None:

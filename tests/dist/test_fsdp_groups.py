@@ -1,5 +1,7 @@
 """Modules whose parameters lie on several meshes, beside stock FSDP2: ours communicate for each group of them."""
 
+from dataclasses import replace
+
 import pytest
 from torch.distributed.tensor import Shard
 
@@ -16,7 +18,7 @@ from tests.dist.fsdp_places_programs import (
     model,
     places,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, finding
 
 TWO_MESHES = Case(mesh=(2, 2))
 
@@ -58,14 +60,6 @@ def test_training_on_two_meshes_is_that_of_stock(four_ranks: Ranks, orders: str,
     assert four_ranks.run(beside_stock, Case(mesh=(2, 2), orders=orders, prepared=prepared)) == [[]] * 4
 
 
-@pytest.mark.parametrize(
-    "options", [OverlapOptions(prefetch=1), OverlapOptions(prefetch=2), OverlapOptions(direct=False)], ids=str
-)
-def test_options_hold_for_each_group(four_ranks: Ranks, options: OverlapOptions) -> None:
-    """Gathered ahead, or copied: the same bits."""
-    assert four_ranks.run(beside_stock, Case(mesh=(2, 2), options=options)) == [[]] * 4
-
-
 def test_a_group_may_be_sharded_along_another_axis(four_ranks: Ranks) -> None:
     """Weights by columns, which FSDP2 copies; biases are gathered to where they are used."""
     case = Case(mesh=(2, 2), placement=Shard(1))
@@ -89,15 +83,12 @@ def test_a_group_of_one_rank_stays_with_torch(two_ranks: Ranks) -> None:
         assert [direct for _, _, direct, _ in rows] == [False, True]
 
 
-def test_modules_are_prefetched_once(four_ranks: Ranks) -> None:
-    said = "prefetch: 2 ahead, 6 of 6 modules, in the order in which they ran"
-    assert four_ranks.run(prefetched) == [(said, [2, 2, 2, 2, 1, 0])] * 4
-
-
-def test_each_group_has_places_of_its_own(four_ranks: Ranks) -> None:
-    """Two for each: the layer that computes, and the one that is gathered ahead."""
-    assert four_ranks.run(places, TWO_MESHES) == [[4] * 3] * 4
-
-
-def test_restore_gives_torch_back_in_each_group(four_ranks: Ranks) -> None:
-    assert four_ranks.run(restored) == [[True] * 24] * 4
+PREFETCHED = "prefetch: 2 ahead, 6 of 6 modules, in the order in which they ran"
+test_what_ranks_find = finding({
+    "gathered one ahead": (4, beside_stock, (replace(TWO_MESHES, options=OverlapOptions(prefetch=1)),), []),
+    "gathered two ahead": (4, beside_stock, (replace(TWO_MESHES, options=OverlapOptions(prefetch=2)),), []),
+    "copied": (4, beside_stock, (replace(TWO_MESHES, options=OverlapOptions(direct=False)),), []),
+    "modules are prefetched once": (4, prefetched, (), (PREFETCHED, [2, 2, 2, 2, 1, 0])),
+    "two places for each group": (4, places, (TWO_MESHES,), [4] * 3),
+    "restore gives torch back": (4, restored, (), [True] * 24),
+})  # fmt: skip

@@ -1,25 +1,20 @@
 """What `overlap` returns and refuses; ranks that die; memory."""
 
 import signal
-from typing import Any
 
 import pytest
 
 from tests.dist import fsdp_programs as programs
-from tests.support.ranks import Ranks, run_once
+from tests.support.ranks import Ranks, finding, run_once
 
-FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
-    "restore gives torch back": (programs.restored, (), []),
-    "the handle need not be kept": (programs.closed_by_itself, (), True),
-    "what was not sharded is told": (programs.unmanaged, (), ("0.6 MB of parameters are in no FSDP2 module",)),
-    "older torch is read the same": (programs.as_in_torch_2_11, (), True),
-    "a forked child leaves the model alone": (programs.forks, (), True),
-}
-
-
-@pytest.mark.parametrize(("program", "arguments", "wanted"), FOUND_BY_TWO.values(), ids=FOUND_BY_TWO)
-def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[Any, ...], wanted: Any) -> None:
-    assert two_ranks.run(program, *arguments) == [wanted] * 2
+test_what_ranks_find = finding({
+    "restore gives torch back": (2, programs.restored, (), []),
+    "the handle need not be kept": (2, programs.closed_by_itself, (), True),
+    "what was not sharded is told": (2, programs.unmanaged, (), ("0.6 MB of parameters are in no FSDP2 module",)),
+    "older torch is read the same": (2, programs.as_in_torch_2_11, (), True),
+    "a forked child leaves the model alone": (2, programs.forks, (), True),
+    "norm and head are one": (2, programs.named, (), ["(root)", *(f"layers.{n}" for n in range(3)), "norm, head"]),
+})  # fmt: skip
 
 
 def test_prefetch_follows_the_order_that_was_seen(two_ranks: Ranks) -> None:
@@ -35,11 +30,6 @@ def test_prefetch_follows_the_order_that_was_seen(two_ranks: Ranks) -> None:
     said = "prefetch: 2 ahead, 4 of 4 modules, in the order in which they ran"
     expected = {"before": nothing, "after": learned, "restored": nothing, "said": said}
     assert two_ranks.run(programs.prefetch_lists) == [expected] * 2
-
-
-def test_modules_sharded_together_are_one(two_ranks: Ranks) -> None:
-    names = ["(root)", "layers.0", "layers.1", "layers.2", "norm, head"]
-    assert two_ranks.run(programs.named) == [names, names]
 
 
 def test_memory_does_not_grow(two_ranks: Ranks) -> None:

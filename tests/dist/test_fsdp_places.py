@@ -5,7 +5,7 @@ import pytest
 from counterpoint.parallel.options import OverlapOptions
 from tests.dist import fsdp_places_programs as programs
 from tests.dist.fsdp_places_programs import Affine, Case
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, finding
 
 
 @pytest.mark.parametrize("orders", programs.ORDERS)
@@ -41,10 +41,6 @@ def test_there_are_as_many_places_as_are_gathered_at_once(two_ranks: Ranks, ahea
     assert two_ranks.run(programs.places, case) == [[expected] * 3] * 2
 
 
-def test_a_model_may_be_cast_before_it_runs(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.cast_before_the_first_step) == [[], []]
-
-
 @pytest.mark.needs("torch-2.13")
 def test_parameters_of_several_dtypes_are_gathered_as_they_are(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.mixed_dtypes) == [[True, True]] * 2
@@ -57,6 +53,7 @@ def test_two_modules_in_use_at_one_place_are_an_error(two_ranks: Ranks) -> None:
         assert "use OverlapOptions(direct=False)" in said
 
 
-def test_restore_takes_parameters_back_that_are_in_use(two_ranks: Ranks) -> None:
-    """torch has memory of its own for them again."""
-    assert two_ranks.run(programs.left_in_use) == [[], []]
+test_what_ranks_find = finding({
+    "a model may be cast before it runs": (2, programs.cast_before_the_first_step, (), []),
+    "restore gives torch memory for parameters in use": (2, programs.left_in_use, (), []),
+})  # fmt: skip

@@ -1,130 +1,60 @@
-"""Collectives over several hosts, run as groups of one host, beside gloo over all ranks."""
+"""Collectives over several hosts, run as groups of one host."""
 
 import gc
 import os
-import random
 import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.multihost.hierarchical import HierarchicalCommunicator
+from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.measurement.session import Session
+from tests.dist.collective_programs import SUMMED, Draws, all_right
 from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of, run_once
 
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
-SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
-MOVED = (*SUMMED, torch.bool, torch.complex64, torch.int16)
 HEARD = 3  # exit code of a rank that has heard of a death
 _GRIDS: dict[tuple[int, int], Any] = {}
-_REFERENCE: list[Any] = []  # a group of all ranks for gloo's own answers: a mesh of one axis takes the default one
 
 
 def opened(hosts: int, local: int, slice_bytes: int = 4096) -> HierarchicalCommunicator:
     """Groups are made once: torch keeps every one of them until the end."""
-    if not _REFERENCE:
-        _REFERENCE.append(dist.new_group())
     if (hosts, local) not in _GRIDS:
         _GRIDS[hosts, local] = init_device_mesh("cpu", (hosts, local))
     return HierarchicalCommunicator.of_mesh(_GRIDS[hosts, local], timeout_s=TIMEOUT_S, slice_bytes=slice_bytes)
 
 
-@dataclass
-class Draws:
-    """Random calls, the same on all ranks, beside what gloo makes of them."""
+class HostDraws(Draws):
+    """Collectives that hosts share, of small whole numbers, which add up exactly in any order and dtype."""
 
-    communicator: HierarchicalCommunicator
-    dice: random.Random
+    operations = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
+    summed = tuple(dtype for dtype in SUMMED if dtype not in (torch.int8, torch.int16))  # gloo adds up no int16
 
-    def values(self, numel: int, dtype: Any, rank: int) -> Any:
-        """Small whole numbers, which add up exactly in any order and dtype."""
-        state = torch.Generator().manual_seed(self.dice.getrandbits(30) + rank)
-        return torch.randint(0, 8, (numel,), generator=state).to(dtype)
+    def inputs(self, dtype: Any, numel: int) -> list[Any]:
+        state = torch.Generator().manual_seed(self.random.getrandbits(30))
+        return [torch.randint(0, 8, (numel,), generator=state).to(dtype) for _ in range(self.n)]
 
-    def room(self, numel: int, dtype: Any) -> Any:
+    def room(self, dtype: Any, numel: int) -> Any:
         """An output, in symmetric memory or not."""
-        return self.communicator.empty(numel, dtype=dtype) if self.dice.random() < 0.5 else torch.empty(numel).to(dtype)
+        self.early = False
+        return self.comm.empty(numel, dtype=dtype) if self.random.random() < 0.5 else torch.empty(numel, dtype=dtype)
 
-    def start(self) -> tuple[str, Any, Any, Any]:
-        """What it is, its work, its output, and what that must hold."""
-        name = self.dice.choice(OPERATIONS)
-        dtype = self.dice.choice(SUMMED if "reduce" in name else MOVED)
-        numel = self.dice.choice([0, 1, 3, self.dice.randrange(5000)])
-        work, output, wanted = getattr(self, name)(numel, dtype, self.communicator.rank, self.communicator.world_size)
-        return f"{name} of {numel} {dtype}", work, output, wanted
-
-    def all_gather(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
-        mine, output = self.values(numel, dtype, rank), self.room(numel * n, dtype)
-        blocks = [torch.empty(numel * dtype.itemsize, dtype=torch.uint8) for _ in range(n)]
-        dist.all_gather(blocks, _bytes(mine), _REFERENCE[0])
-        wanted = torch.cat(blocks).view(dtype)
-        if self.dice.random() < 0.5:
-            mine = output[rank * numel : (rank + 1) * numel].copy_(mine)
-        return self.communicator.all_gather(output, mine, async_op=True), output, wanted
-
-    def reduce_scatter(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
-        op, mine, output = self.operator(), self.values(numel * n, dtype, rank), self.room(numel, dtype)
-        whole = mine.clone()
-        dist.all_reduce(whole, getattr(dist.ReduceOp, op.upper()), _REFERENCE[0])
-        wanted = whole[rank * numel : (rank + 1) * numel]
-        return self.communicator.reduce_scatter(output, mine, op, async_op=True), output, wanted
-
-    def all_reduce(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
-        op, mine = self.operator(), self.values(numel, dtype, rank)
-        output, wanted = self.room(numel, dtype).copy_(mine), mine.clone()
-        dist.all_reduce(wanted, getattr(dist.ReduceOp, op.upper()), _REFERENCE[0])
-        return self.communicator.all_reduce(output, op, async_op=True), output, wanted
-
-    def all_to_all(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
-        mine, output = self.values(numel * n, dtype, rank), self.room(numel * n, dtype)
-        wanted = torch.empty(numel * n * dtype.itemsize, dtype=torch.uint8)
-        dist.all_to_all_single(wanted, _bytes(mine), group=_REFERENCE[0])
-        return self.communicator.all_to_all(output, mine, async_op=True), output, wanted.view(dtype)
-
-    def broadcast(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
-        src, mine = self.dice.randrange(n), self.values(numel, dtype, rank)
-        output, wanted = self.room(numel, dtype).copy_(mine), mine.clone()
-        dist.broadcast(_bytes(wanted), src, _REFERENCE[0])
-        return self.communicator.broadcast(output, src, async_op=True), output, wanted
-
-    def barrier(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
-        return self.communicator.barrier(async_op=True), torch.empty(0), torch.empty(0)
-
-    def operator(self) -> str:
-        return self.dice.choice(["sum", "max", "min"])
-
-
-def _bytes(tensor: Any) -> Any:
-    return tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    def _how(self, dtype: Any) -> Reduction:
+        return Reduction(op=self.random.choice(("sum", "max", "min")), dtype=str(dtype)[6:])
 
 
 def random_collectives(session: Session, hosts: int, local: int, seed: int, count: int) -> int:
-    """How many of `count` random collectives came out as gloo's over all ranks, up to three under way."""
-    right, under_way = 0, list[tuple[str, Any, Any, Any]]()
+    """How many of `count` random collectives came out right, up to four under way."""
     with opened(hosts, local) as communicator:
         assert communicator.rank == session.rank
-        draws = Draws(communicator, random.Random(seed))
-        for number in range(count):
-            under_way.append(draws.start())
-            for name, work, output, wanted in under_way[: 1 if len(under_way) == 3 else 0]:
-                work.wait()
-                assert torch.equal(output, wanted), f"call {number}, {name}: wrong"
-                right += 1
-                under_way.pop(0)
-        for name, work, output, wanted in under_way:
-            work.wait()
-            assert torch.equal(output, wanted), f"{name}: wrong"
-            right += 1
-    return right
+        return all_right(HostDraws(communicator, seed, 1 << 15), count)
 
 
 def errors_of_scaled_sums(session: Session) -> list[tuple[float, float]]:
@@ -198,12 +128,12 @@ def _wrong(session: Session, what: str) -> None:
 
 
 @pytest.mark.parametrize(("hosts", "local", "count"), [(2, 2, 300), (4, 1, 60), (1, 4, 60)])
-def test_random_collectives_are_those_of_gloo(four_ranks: Ranks, hosts: int, local: int, count: int) -> None:
+def test_random_collectives_are_right(four_ranks: Ranks, hosts: int, local: int, count: int) -> None:
     assert four_ranks.run(random_collectives, hosts, local, 7, count) == [count] * 4
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(2, 3), (3, 2)])
-def test_random_collectives_of_six_ranks_are_those_of_gloo(hosts: int, local: int) -> None:
+def test_random_collectives_of_six_ranks_are_right(hosts: int, local: int) -> None:
     assert run_once(6, random_collectives, hosts, local, 8, 100) == [100] * 6
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
 from tests.dist.communicator_cuda_programs import delays
-from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks
+from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, finding, patient
 from tests.support.software_gpu import SoftwareGpu
 
 
@@ -163,9 +162,7 @@ class Again:
 def random_calls_that_come_again(session: Session, seed: int, count: int) -> int:
     gpu, dice = SoftwareGpu(delays(seed, session.rank)), random.Random(seed)
     streams = [gpu.new_stream() for _ in range(2)]
-    with Communicator(
-        device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, debug=seed % 3 == 1, graphs=seed % 3 != 2)
-    ) as communicator:
+    with Communicator(device=gpu, options=patient(debug=seed % 3 == 1, graphs=seed % 3 != 2)) as communicator:
         again, right = Again(communicator, gpu, dice), 0
         for number in range(count):
             gpu.use(dice.choice(streams))
@@ -179,15 +176,8 @@ def test_calls_that_come_again_are_right(three_ranks: Ranks, seed: int) -> None:
     assert three_ranks.run(random_calls_that_come_again, seed, 200) == [200] * 3
 
 
-def test_a_known_call_notices_that_memory_was_replaced(two_ranks: Ranks) -> None:
-    """Although its tensors are the same, it uses the new staging and landing, as do ranks that did not know it."""
-    assert two_ranks.run(known_to_one_rank) == [[True] * 9] * 2
-
-
-def test_a_known_call_notices_how_its_block_rests(two_ranks: Ranks) -> None:
-    assert two_ranks.run(the_same_again_released_or_not) == [[True] * 18] * 2
-
-
-def test_a_known_call_notices_that_its_memory_was_taken_back(two_ranks: Ranks) -> None:
-    """The next tensor at the same place is used on the channel's stream, too, and that has to be known again."""
-    assert two_ranks.run(told_to_the_order_of_streams) == [[True] * 3] * 2
+test_what_ranks_find = finding({
+    "memory was replaced, new tensors on one rank": (2, known_to_one_rank, (), [True] * 9),
+    "how its block rests": (2, the_same_again_released_or_not, (), [True] * 18),
+    "its memory was taken back, used on the channel's stream": (2, told_to_the_order_of_streams, (), [True] * 3),
+})  # fmt: skip

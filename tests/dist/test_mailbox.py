@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
-from tests.dist.collective_programs import said
+from tests.dist.collective_programs import joined
 from tests.dist.communicator_cuda_programs import delays
-from tests.support.ranks import SOON_S, TIMEOUT_S, Ranks, run_once
+from tests.support.ranks import SOON_S, TIMEOUT_S, Ranks, patient, run_once, said
 from tests.support.software_gpu import SoftwareGpu
 
 ROOM = 4 * 1024  # bytes of a mailbox for each rank: slots of 1 KiB
@@ -35,7 +34,7 @@ def random_messages(session: Session, seed: int, count: int) -> int:
     """
     shared, mine = random.Random(seed), random.Random(f"{seed} {session.rank}")
     gpu, right, pending = SoftwareGpu(delays(seed, session.rank)), 0, list[Any]()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=patient(mailbox_bytes=ROOM)) as communicator:
         rank, lines = communicator.rank, dict[tuple[int, int], list[tuple[int, torch.dtype]]]()
         for _ in range(count):
             line = shared.choice(list(permutations(range(communicator.world_size), 2)))
@@ -73,7 +72,7 @@ def random_messages(session: Session, seed: int, count: int) -> int:
 def far_ahead(session: Session, count: int) -> list[float]:
     """Both ranks begin `count` sends, more than a status has records for, before they receive any."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=patient(mailbox_bytes=ROOM)) as communicator:
         peer = 1 - communicator.rank
         sends = [communicator.send(torch.full((100,), float(k)), peer, async_op=True) for k in range(count)]
         outputs = [torch.zeros(100) for _ in range(count)]
@@ -81,15 +80,14 @@ def far_ahead(session: Session, count: int) -> list[float]:
         for work in (*sends, *works):
             assert work is not None
             work.wait(TIMEOUT_S)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
         return [output.mean().item() for output in outputs]
 
 
 def beside_calls(session: Session, rounds: int) -> list[float]:
     """Collectives and messages in turn, with a receive that waits all the time: neither holds up the other."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=patient(mailbox_bytes=ROOM)) as communicator:
         rank, n = communicator.rank, communicator.world_size
         last, held, sums = torch.zeros(10), torch.zeros(10), list[float]()
         held_work = communicator.recv(held, (rank - 1) % n, async_op=True)
@@ -105,14 +103,13 @@ def beside_calls(session: Session, rounds: int) -> list[float]:
         communicator.recv(last, (rank - 1) % n)
         assert held_work is not None
         held_work.wait(TIMEOUT_S)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
         return [*sums, held.mean().item(), last.mean().item()]
 
 
 def captured(session: Session) -> list[float]:
     gpu, seen = SoftwareGpu(), list[float]()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=patient(mailbox_bytes=ROOM)) as communicator:
         rank, stream = communicator.rank, gpu.new_stream()
         gpu.use(stream)
         sent, received = torch.full((600,), float(rank)), torch.zeros(600)
@@ -126,15 +123,14 @@ def captured(session: Session) -> list[float]:
         graph = gpu.driver.cuStreamEndCapture(stream)[1]
         for _ in range(3):
             gpu.driver.cuGraphLaunch(graph, stream)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
     return seen
 
 
 def different(session: Session, what: str, first: int) -> str:
     """The error of a rank whose message is not what the other one expects; rank `first` makes its call first."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=patient(mailbox_bytes=ROOM)) as communicator:
 
         def call() -> None:
             if communicator.rank == 0:
@@ -143,8 +139,7 @@ def different(session: Session, what: str, first: int) -> str:
                 other = torch.zeros(2000) if what == "size" else torch.zeros(100, dtype=torch.int32)
                 communicator.recv(other, 0)
             communicator.barrier()  # the sender may be done with its message, and learns it here
-            gpu.synchronize()
-            communicator.check()
+            joined(communicator, gpu)
 
         time.sleep(0.3 if communicator.rank != first else 0.0)
         return said(call)[0]
@@ -153,7 +148,7 @@ def different(session: Session, what: str, first: int) -> str:
 def leaves_early(session: Session) -> list[float]:
     """Rank 0 sends what slots hold and closes its communicator, long before rank 1 asks for it."""
     gpu, tensors = SoftwareGpu(), [torch.full((200,), float(k)) for k in range(4)]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=patient(mailbox_bytes=ROOM)) as communicator:
         for tensor in tensors if communicator.rank == 0 else []:
             communicator.send(tensor, 1)
         if communicator.rank == 1:
@@ -161,15 +156,14 @@ def leaves_early(session: Session) -> list[float]:
             tensors = [torch.zeros(200) for _ in tensors]
             for tensor in tensors:
                 communicator.recv(tensor, 0)
-        gpu.synchronize()
-        communicator.check()
+        joined(communicator, gpu)
     return [tensor.mean().item() for tensor in tensors]
 
 
 def waits_for_the_dead(session: Session, what: str) -> tuple[str, tuple[int, ...], float]:
     """Rank 1 dies while the others wait for its message, or for slots of its mailbox."""
     gpu = SoftwareGpu()
-    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM))
+    communicator = Communicator(device=gpu, options=patient(mailbox_bytes=ROOM))
     communicator.barrier()
     gpu.synchronize()
     if communicator.rank == 1:

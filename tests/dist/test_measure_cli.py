@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -65,84 +64,37 @@ def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signa
     assert (process.returncode, told, stderr.count("\n"), gone(ranks)) == (2, True, 1, True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Story:
-    """One run that is interrupted after its first pair, and one that is not."""
-
-    folder: Path
-    ranks: list[int]
-    interrupted: subprocess.CompletedProcess[str]
-    ranks_were_gone: bool
-    left: list[Path]
-    finished: subprocess.CompletedProcess[str]
-
-    @property
-    def measurement(self) -> Measurement:
-        return msgspec.json.decode((self.folder / "x.json").read_bytes(), type=Measurement)
+def test_ctrl_c_ends_with_130_one_line_and_no_rank(tmp_path: Path) -> None:
+    """After the first pair; neither a result nor a log is left (torch may leave a folder for its compiler)."""
+    out, logs = tmp_path / "results", tmp_path / "logs"
+    out.mkdir()
+    logs.mkdir()
+    process = started(*QUICK, "--out", out / "x.json", logs=logs)
+    wait_for_an_outcome(process, logs)
+    ranks = ranks_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=HANG_S)
+    assert (process.returncode, stderr) == (130, "counterpoint: stopped by SIGINT\n")
+    assert (len(ranks), gone(ranks), [*out.iterdir(), *logs.glob("counterpoint*")]) == (2, True, [])
 
 
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    folder = tmp_path_factory.mktemp("story")
-    out, logs = folder / "x.json", tmp_path_factory.mktemp("logs")
-    first = started(*QUICK, "--out", out, logs=logs)
-    wait_for_an_outcome(first, logs)
-    ranks = ranks_of(first.pid)
-    first.send_signal(signal.SIGINT)
-    stdout, stderr = first.communicate(timeout=HANG_S)
-    ranks_were_gone, left = gone(ranks), [*folder.iterdir(), *logs.iterdir()]
-    finished = measure(*QUICK, "--out", out, "--html", folder / "x.html")
-    return Story(
-        folder=folder, ranks=ranks, interrupted=subprocess.CompletedProcess([], first.returncode, stdout, stderr),
-        ranks_were_gone=ranks_were_gone, left=left, finished=finished,
-    )  # fmt: skip
-
-
-def test_ctrl_c_ends_with_130_and_one_line(story: Story) -> None:
-    line = story.interrupted.stderr
-    assert (story.interrupted.returncode, line, story.left) == (130, "counterpoint: stopped by SIGINT\n", [])
-
-
-def test_ctrl_c_leaves_no_rank(story: Story) -> None:
-    assert (len(story.ranks), story.ranks_were_gone) == (2, True)
-
-
-def test_a_run_that_ends_well_says_so(story: Story) -> None:
-    """Exit 0 and nothing on stderr, which is no terminal."""
-    assert (story.finished.returncode, story.finished.stderr) == (0, "")
-
-
-def test_every_pair_is_there_in_every_order(story: Story) -> None:
-    rows = {(row.scenario, row.order) for row in story.measurement.rows}
-    assert (len(story.measurement.rows), len(rows)) == (12, 12)
-
-
-def test_hidden_follows_from_the_times(story: Story) -> None:
-    """(serial - T) / min(T_g, T_c), where nothing started ahead."""
-    rows = [row for row in story.measurement.rows if row.order == "together"]
+def test_a_run_that_ends_well_says_so(tmp_path: Path) -> None:
+    """Exit 0 and nothing on stderr, which is no terminal; on stdout the ladders, and a last line of JSON."""
+    asked = (*QUICK, "--out", str(tmp_path / "x.json"), "--html", str(tmp_path / "x.html"))
+    done = measure(*asked)
+    assert (done.returncode, done.stderr) == (0, "")
+    rungs = ("compute alone", "gloo alone", "0.00 serial", "1.00 ideal")
+    assert [done.stdout.count(rung) for rung in rungs] == [4] * 4
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert (line["suite"], line["rows"], list(line["hidden"])) == ("quick", 12, ["gloo"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.html", "x.json", "x.md"]
+    measured = msgspec.json.decode((tmp_path / "x.json").read_bytes(), type=Measurement)
+    assert measured.environment.command[1:] == ("measure", *asked)
+    assert len(measured.rows) == len({(row.scenario, row.order) for row in measured.rows}) == 12
+    rows = [row for row in measured.rows if row.order == "together"]  # where nothing started ahead
     assert [row.hidden for row in rows] == pytest.approx(
         [(r.serial_us - r.together.us) / min(r.compute_alone.us, r.best_comm_alone_us) for r in rows]
     )
-
-
-def test_the_ladder_is_printed(story: Story) -> None:
-    text = story.finished.stdout
-    assert [text.count(rung) for rung in ("compute alone", "gloo alone", "0.00 serial", "1.00 ideal")] == [4] * 4
-
-
-def test_the_last_line_is_json(story: Story) -> None:
-    line = json.loads(story.finished.stdout.splitlines()[-1])
-    assert (line["suite"], line["rows"], list(line["hidden"])) == ("quick", 12, ["gloo"])
-
-
-def test_files_lie_where_they_were_asked_for(story: Story) -> None:
-    assert sorted(path.name for path in story.folder.iterdir()) == ["x.html", "x.json", "x.md"]
-
-
-def test_the_command_is_kept_with_the_results(story: Story) -> None:
-    assert story.measurement.environment.command[1:] == (
-        "measure", *QUICK, "--out", str(story.folder / "x.json"), "--html", str(story.folder / "x.html"),
-    )  # fmt: skip
 
 
 def test_matmuls_are_measured_on_cpus(tmp_path: Path) -> None:

@@ -185,28 +185,15 @@ def test_a_collective_that_programs_do_not_offer_says_so(two_ranks: Ranks) -> No
     assert (found.rows, "not send_recv" in found.unavailable["zero_sm"]) == ((), True)
 
 
-@pytest.fixture(scope="module")
-def outcome(two_ranks: Ranks) -> Outcome:
-    first, second = two_ranks.run(measured, SMALL, 8)
-    assert isinstance(first, Outcome), first
-    assert first == second
-    return first
-
-
-def test_a_scenario_has_a_row_per_order(outcome: Outcome) -> None:
+def test_a_scenario_has_a_row_per_order(two_ranks: Ranks) -> None:
+    """Both sides together take at least as long as each, head starts are measured, and `hidden` is by its formula."""
+    outcome, second = two_ranks.run(measured, SMALL, 8)
+    assert isinstance(outcome, Outcome), outcome
+    assert outcome == second
     assert [row.order for row in outcome.rows] == ["together", "comm_first", "compute_first"]
-
-
-def test_both_is_at_least_as_long_as_its_sides(outcome: Outcome) -> None:
     for row in outcome.rows:
         assert row.together.us >= 0.999 * max(row.compute_together.p10_us, row.comm_together.p10_us)
-
-
-def test_head_starts_are_measured(outcome: Outcome) -> None:
     assert [row.head_start_us >= 1500 for row in outcome.rows] == [False, True, True]
-
-
-def test_hidden_is_what_the_formula_says(outcome: Outcome) -> None:
     row = outcome.rows[0]
     serial = row.compute_alone.us + row.best_comm_alone_us
     assert row.hidden == pytest.approx(

@@ -14,8 +14,9 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
+from tests.dist.collective_programs import joined
 from tests.dist.communicator_cuda_programs import delays, view
-from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of
+from tests.support.ranks import PATIENT, Ranks, error_of, finding, patient
 from tests.support.software_gpu import SoftwareGpu
 
 
@@ -199,7 +200,7 @@ def in_stream_order(session: Session, early: bool, steps: int) -> list[str]:
     """Return what kernels read that they should not; tensors die at once, on two streams in turn."""
     gpu = SoftwareGpu(delays(3, session.rank))
     streams = [gpu.new_stream() for _ in range(2)]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=patient(channels=2)) as communicator:
         kept, step = [], StreamedStep(communicator, gpu, early=early)
         for number in range(steps):
             gpu.use(streams[number // 7 % 2])
@@ -215,7 +216,7 @@ def in_stream_order(session: Session, early: bool, steps: int) -> list[str]:
 def captured(session: Session) -> list[str]:
     """Return what kernels of three replays of a graph read that they should not."""
     gpu, numbers = SoftwareGpu(), [0.0]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=patient(channels=2)) as communicator:
         stream = gpu.new_stream()
         gpu.use(stream)
         step = StreamedStep(communicator, gpu, early=False)
@@ -227,8 +228,7 @@ def captured(session: Session) -> list[str]:
         for number in range(3):
             numbers[0] = 1000.0 * (1 + number)
             gpu.driver.cuGraphLaunch(graph, stream)
-            gpu.synchronize()
-        communicator.check()
+            joined(communicator, gpu)
         return step.wrong
 
 
@@ -272,14 +272,11 @@ def test_a_wait_that_fails_ends_the_communicator(two_ranks: Ranks) -> None:
     assert second == first
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["early", "handshake"])
-def test_streams_wait_for_arrivals(three_ranks: Ranks, early: bool) -> None:
-    """On software GPUs with delays: kernels find the rows they waited for, and nobody overwrites what is read."""
-    assert three_ranks.run(in_stream_order, early, 60) == [[]] * 3
-
-
-def test_a_captured_call_is_replayed(two_ranks: Ranks) -> None:
-    assert two_ranks.run(captured) == [[]] * 2
+test_what_ranks_find = finding({
+    "streams wait for arrivals, released early": (3, in_stream_order, (True, 60), []),
+    "streams wait for arrivals, by handshakes": (3, in_stream_order, (False, 60), []),
+    "a captured call is replayed": (2, captured, (), []),
+})  # fmt: skip
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])

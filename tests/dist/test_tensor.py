@@ -5,13 +5,14 @@ import signal
 import pytest
 
 from tests.dist import tensor_programs as programs
-from tests.support.ranks import Ranks, run_once
+from tests.support.ranks import Ranks, finding, run_once
 
 OPERATIONS = pytest.mark.parametrize("name", ["gathered", "scattered", "all_reduced"])
 
 
 @OPERATIONS
 def test_random_calls_of_three_ranks(three_ranks: Ranks, name: str) -> None:
+    """Some with a bias of each rank, which is added before the sum."""
     assert "cuts" in three_ranks.run(getattr(programs, name), 1, 30)[0]
 
 
@@ -24,11 +25,6 @@ def test_random_calls_of_two_ranks(two_ranks: Ranks, name: str) -> None:
 def test_random_calls_on_software_gpus(three_ranks: Ranks, name: str) -> None:
     """The same in the order of streams, with early releases, driver calls made once, and threads that come late."""
     assert "cuts" in three_ranks.run(getattr(programs, name), 3, 30, True)[0]
-
-
-def test_a_bias_of_each_rank_is_added_before_the_sum(two_ranks: Ranks) -> None:
-    for paths in two_ranks.run(programs.biased, 5):
-        assert "cuts" in paths
 
 
 @pytest.mark.needs("torch-2.13")
@@ -63,12 +59,12 @@ def test_options_that_differ_are_named_on_all_ranks(two_ranks: Ranks) -> None:
         assert text.startswith("Misconfigured: the ranks do not match: {'mechanism': 'torch'")
 
 
-def test_a_group_ends_when_torch_destroys_it(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.ended_with_its_group) == [(True, False)] * 2
-
-
-def test_plans_that_are_kept_are_bounded(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.bounded) == [(2, 5)] * 2
+test_what_ranks_find = finding({
+    "a group ends when torch destroys it": (2, programs.ended_with_its_group, (), (True, False)),
+    "plans that are kept are bounded": (2, programs.bounded, (), (2, 5)),
+    "no batch": (2, programs.empty, ((0, 4, 16),), [(0, 8, 8), (0, 2, 8), (0, 4, 8), (0, 4, 16)]),
+    "no rows": (2, programs.empty, ((2, 0, 16),), [(2, 0, 8), (2, 0, 8), (2, 0, 8), (2, 0, 16)]),
+})  # fmt: skip
 
 
 def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
@@ -77,12 +73,6 @@ def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
     assert [
         words in why for words, (_, _, why) in zip(("simplest", "no multiple of 16", "float64"), found, strict=True)
     ] == [True] * 3
-
-
-@pytest.mark.parametrize(("batch", "rows"), [(0, 4), (2, 0)])
-def test_a_call_without_rows_has_a_product_without_rows(two_ranks: Ranks, batch: int, rows: int) -> None:
-    gathered, scattered, reduced = (batch, 2 * rows, 8), (batch, rows // 2, 8), (batch, rows, 8)
-    assert two_ranks.run(programs.empty, (batch, rows, 16)) == [[gathered, scattered, reduced, (batch, rows, 16)]] * 2
 
 
 def test_the_report_is_a_table(two_ranks: Ranks) -> None:

@@ -35,7 +35,8 @@ from counterpoint.parallel.overlap import Overlap
 from counterpoint.parallel.report import CallRow, Report
 from counterpoint.parallel.tensor import linear
 from counterpoint.parallel.tensor.group import tensor_group
-from tests.support.ranks import Ranks, error_of
+from tests.support.ranks import Ranks, error_of, finding
+from tests.support.torch_training import language_trained, largest_difference, pretrained, whole
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from llama import Llama, Shape, rotary_table
@@ -196,22 +197,12 @@ def trained(case: Case, model: Any, steps: int = STEPS) -> dict[str, Tensor]:
         found[f"{step} loss"] = loss.detach()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None, name
-            found[f"{step} {name}"] = _whole(parameter.grad)
+            found[f"{step} {name}"] = whole(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
     if case.checkpoint:
         model.layers = layers
-    return {name: _whole(value) for name, value in found.items()}
-
-
-def _whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
-def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - one).abs().max() / one.abs().max()) for name, one in expected.items())
+    return {name: whole(value) for name, value in found.items()}
 
 
 def overlapped(model: nn.Module, **options: Any) -> Any:
@@ -343,8 +334,8 @@ def odd_values(model: nn.Module, dtensors: bool) -> dict[str, Tensor]:
     used = given if dtensors else [one.to_local() for one in given]
     out = model(*used)
     (out.full_tensor() if dtensors else out).square().sum().backward()
-    found = {"out": _whole(out.detach()), "x": _whole(given[0].grad), "y": _whole(given[1].grad)}
-    return found | {name: _whole(one.grad) for name, one in model.named_parameters()}
+    found = {"out": whole(out.detach()), "x": whole(given[0].grad), "y": whole(given[1].grad)}
+    return found | {name: whole(one.grad) for name, one in model.named_parameters()}
 
 
 def odd(_: Session, dtensors: bool, in_place: bool) -> tuple[float, float, dict[str, tuple[str, ...]]]:
@@ -420,7 +411,7 @@ def strangers(_: Session) -> tuple[bool, dict[str, str], str, str]:
         for layer in (model[0], model[1], model[2], model[5]):
             x = layer(x)
         x.sum().backward()
-        return [x.detach(), *(_whole(one.grad) for one in model.parameters() if one.grad is not None)]
+        return [x.detach(), *(whole(one.grad) for one in model.parameters() if one.grad is not None)]
 
     expected, model = run(made()), made()
     with overlap(model) as handle:
@@ -447,59 +438,22 @@ def uneven(_: Session) -> tuple[float, str]:
         x = torch.randn(2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         out = model(distribute_tensor(x, mesh, [rows])).full_tensor()
         out.square().sum().backward()
-        found.append({"out": out.detach()} | {name: _whole(one.grad) for name, one in model.named_parameters()})
+        found.append({"out": out.detach()} | {name: whole(one.grad) for name, one in model.named_parameters()})
     return largest_difference(found[1], found[0]), reported(handle).modules[1].torch_why
 
 
-def transformers_model(folder: str, dtype: torch.dtype) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=128, attention_bias=True, mlp_bias=True, use_cache=False,
-    )  # fmt: skip
-    if dist.get_rank() == 0:
-        torch.manual_seed(3)
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    parameter.normal_()
-        model.save_pretrained(folder)
-    dist.barrier()
-    return LlamaForCausalLM.from_pretrained(
-        folder, dtype=dtype, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
-    )
-
-
 def with_transformers(_: Session, folder: str) -> tuple[float, dict[str, int], Report]:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes |= {"vocab_size": 128, "attention_bias": True, "mlp_bias": True}
+    spread = {"tp_plan": "auto", "tp_size": dist.get_world_size()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own
-        model = transformers_model(folder, torch.float64)
-        expected = _transformers_trained(model)
-        model = transformers_model(folder, torch.float64)
+        stock, model = (pretrained("Llama", folder, spread, "bias", sizes, dtype=torch.float64) for _ in range(2))
+        expected = language_trained(stock, 1, [LENGTH] * STEPS)
         with overlapped(model) as handle:
-            found = _transformers_trained(model)
+            found = language_trained(model, 1, [LENGTH] * STEPS)
             report = reported(handle)
     return largest_difference(found, expected), calls(report.calls), report
-
-
-def _transformers_trained(model: Any) -> dict[str, Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    numbers = torch.Generator().manual_seed(1)
-    found = {}
-    for step in range(STEPS):
-        text = torch.randint(128, (2, LENGTH), generator=numbers)
-        loss = model(input_ids=text, labels=text).loss
-        loss.backward()
-        found[f"{step} loss"] = _whole(loss.detach())
-        found |= {f"{step} {name}": _whole(parameter.grad) for name, parameter in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        found["evaluated"] = model(input_ids=text, labels=text).loss
-    return found
 
 
 BITS = 1e-11  # of float64, after steps of AdamW; a missing sum or a bias added twice is at 1e-3 and more
@@ -548,8 +502,11 @@ def test_float32_is_as_exact_as_torch(two_ranks: Ranks, name: str, mechanism: st
         assert paths == {mechanism} or mechanism == "cuts"
 
 
-def test_no_derivative_of_a_weight_is_copied(two_ranks: Ranks) -> None:
-    assert two_ranks.run(copied_gradients) == [[]] * 2
+test_what_ranks_find = finding({
+    "no derivative of a weight is copied": (2, copied_gradients, (), []),
+    "restore gives torch back": (2, restored, (), [True] * 6),
+    "a copy of the model has its own weights": (2, copied, (), (True, True)),
+})  # fmt: skip
 
 
 def test_styles_work_by_themselves(two_ranks: Ranks) -> None:
@@ -573,11 +530,6 @@ def test_the_report_names_every_module(two_ranks: Ranks) -> None:
     assert "layers.0.ffn.gate" in str(report)
 
 
-def test_restore_gives_torch_back(two_ranks: Ranks) -> None:
-    for kept in two_ranks.run(restored):
-        assert kept == [True] * 6
-
-
 @pytest.mark.parametrize("dtensors", [False, True], ids=["local tensors", "DTensors"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["as it was", "changed in place"])
 def test_layers_with_other_inputs_come_apart(two_ranks: Ranks, dtensors: bool, in_place: bool) -> None:
@@ -586,10 +538,6 @@ def test_layers_with_other_inputs_come_apart(two_ranks: Ranks, dtensors: bool, i
     for first, second, shared in two_ranks.run(odd, dtensors, in_place):
         assert max(first, second) < BITS
         assert shared == pair | {"other": (), "back": ()}
-
-
-def test_a_copy_of_the_model_has_its_own_weights(two_ranks: Ranks) -> None:
-    assert two_ranks.run(copied) == [(True, True)] * 2
 
 
 def test_strangers_are_left_alone_and_named(two_ranks: Ranks) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.dist import torch_backend_programs as programs
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, finding
 
 HOSTS = pytest.mark.parametrize("ranks_per_host", [None, 2], ids=["one host", "two hosts"])
 
@@ -15,27 +15,19 @@ def test_random_calls_are_those_of_gloo(four_ranks: Ranks, ranks_per_host: int |
         assert 0.5 * count < taken < 0.95 * count
 
 
-def test_every_other_call_works(three_ranks: Ranks) -> None:
-    three_ranks.run(programs.other_calls)
-
-
-def test_the_groups_own_calls_take_one_option_and_sparse_tensors(three_ranks: Ranks) -> None:
-    three_ranks.run(programs.short_forms)
-
-
-def test_a_barrier_waits_for_earlier_calls(four_ranks: Ranks) -> None:
-    assert four_ranks.run(programs.barrier_after_calls) == [True] * 4
+test_what_ranks_find = finding({
+    "every other call": (3, programs.other_calls, (), None),
+    "calls of the group with one option, and sparse tensors": (3, programs.short_forms, (), None),
+    "a barrier waits for earlier calls": (4, programs.barrier_after_calls, (), True),
+    "futures complete and chain": (4, programs.futures, (None,), [1.0, 1.0]),
+    "futures complete and chain, two hosts": (4, programs.futures, (2,), [1.0, 1.0]),
+})  # fmt: skip
 
 
 def test_torch_compares_calls_if_it_is_told_to(two_ranks: Ranks) -> None:
     for message, why in two_ranks.run(programs.compared_calls):
         assert message.startswith("Detected mismatch between collectives on ranks"), message
         assert why == "TORCH_DISTRIBUTED_DEBUG=DETAIL"
-
-
-@HOSTS
-def test_futures_complete_and_chain(four_ranks: Ranks, ranks_per_host: int | None) -> None:
-    assert four_ranks.run(programs.futures, ranks_per_host) == [[1.0, 1.0]] * 4
 
 
 @HOSTS

@@ -20,7 +20,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.machine import profile as profiles
 from counterpoint.measurement.session import Session
 from tests.dist.torch_backend_programs import EVERYTHING, newest
-from tests.support.ranks import SOON_S, TIMEOUT_S, Ranks, run_once
+from tests.support.ranks import SOON_S, TIMEOUT_S, Ranks, run_once, said
 
 LARGE = 300_000  # elements: calls that take long enough to be in the way of what ends them
 
@@ -32,16 +32,6 @@ def new_group(timeout_s: float = TIMEOUT_S, *, is_open: bool = True) -> Any:
     if is_open:
         dist.all_reduce(torch.ones(3), group=group)
     return group
-
-
-def said(do: Callable[[], object]) -> tuple[str, float]:
-    """The error of a call, and how long it took; an empty text if there was none."""
-    begun = time.monotonic()
-    try:
-        do()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begun
-    return "", time.monotonic() - begun
 
 
 def started(group: Any, count: int) -> list[Any]:
@@ -64,7 +54,7 @@ def one_is_killed(_: Session, how: str, after_s: float) -> tuple[str, float, str
             else:
                 dist.all_reduce(torch.ones(LARGE), group=group)
 
-    text, seconds = said(calls)
+    text, _ranks, seconds = said(calls)
     return text, seconds, said(lambda: dist.destroy_process_group(group))[0]
 
 
@@ -89,7 +79,7 @@ def gathered(output: int, mine: int, group: Any, *, async_op: bool = False) -> A
 def each_its_own(_: Session, names: tuple[str, str]) -> tuple[str, float, str]:
     """What each of two ranks is told that makes its own call; and of a good call by both after that."""
     group = new_group(timeout_s=TIMEOUT_S)
-    text, seconds = said(lambda: CALLS[names[dist.get_rank()]](group))
+    text, _ranks, seconds = said(lambda: CALLS[names[dist.get_rank()]](group))
     dist.barrier()
     again = said(lambda: dist.all_reduce(torch.ones(3), group=group))[0]
     dist.barrier()
@@ -164,8 +154,8 @@ def timeout_of_torch(_: Session, profile: str) -> tuple[str, float, int]:
     os.environ["COUNTERPOINT_PROFILE"] = profile
     group = dist.new_group(backend="counterpoint", timeout=timedelta(seconds=10))
     dist.all_reduce(torch.ones(3), group=group)
-    text, seconds = said(lambda: dist.all_reduce(torch.ones(3), group=group)) if dist.get_rank() == 0 else ("", 0.0)
-    return text, seconds, backend.report(group).taken
+    waited = said(lambda: dist.all_reduce(torch.ones(3), group=group)) if dist.get_rank() == 0 else ("", (), 0.0)
+    return waited[0], waited[2], backend.report(group).taken
 
 
 @pytest.mark.parametrize("how", ["in calls", "in futures", "before the first call"])

@@ -1,11 +1,11 @@
 """Backend `counterpoint` over two hosts of two ranks, which are halves of this machine, beside gloo."""
 
-import copy
 import gc
 import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.measurement.session import Session
-from counterpoint.parallel import ddp
 from counterpoint.parallel.backend import hosts
 from tests.dist import torch_backend_programs as programs
 from tests.support.ranks import SOON_S, Ranks, error_of, run_once
@@ -37,8 +36,8 @@ def paths(_: Session) -> list[tuple[str, str, str]]:
     """Operation, path and reason of one call of each kind."""
     ours = made()
     full = torch.ones(64)
-    for call in programs.CALLS:
-        call(full.clone(), dist.get_world_size(), ours, False)
+    for operation in programs.OPERATIONS:
+        programs.called(operation, full.clone(), ours, False)
     rows = ours.report().calls
     dist.destroy_process_group(ours)
     return sorted((row.operation, row.path, row.why) for row in rows)
@@ -60,38 +59,19 @@ def errors_of_scaled_sums(_: Session) -> list[tuple[float, float]]:
     return found
 
 
-def ddp_hook_errors(_: Session) -> tuple[float, float, int]:
-    """The same with the hook of `counterpoint.parallel.ddp`; how many bytes it has reduced."""
-    ours, gloo = groups()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
-    state = ddp.HookState(ours)
-    exact = programs.trained(copy.deepcopy(model).double(), gloo)
-    plain = programs.trained(copy.deepcopy(model), gloo)
-    hooked = programs.trained(copy.deepcopy(model), ours, lambda made: made.register_comm_hook(state, ddp.hook))
-    mine, theirs = (max(abs(a - b) for a, b in zip(losses, exact, strict=True)) for losses in (hooked, plain))
-    return mine, theirs, state.report().taken
-
-
-def on_hosts(_: Session, names: str) -> tuple[list[float], set[tuple[str, str]]]:
-    """An all_reduce of ranks on hosts of these names, and the paths and reasons that it reports."""
+def on_hosts(
+    _: Session, names: str | None, ranks_per_host: int | None = None
+) -> tuple[list[float], set[tuple[str, str]]]:
+    """An all_reduce of ranks on hosts of these names, or of this machine, and the paths and reasons that it reports."""
     rank = dist.get_rank()
-    card = SimpleNamespace(of_this_process=lambda: SimpleNamespace(host=names[rank]))
-    ours = made(ranks_per_host=None)
+    card = SimpleNamespace(of_this_process=lambda: SimpleNamespace(host=(names or "")[rank]))
+    ours = made(ranks_per_host=ranks_per_host)
     tensor = torch.full((8,), float(rank))
-    with mock.patch.object(hosts, "ProcessCard", card):
+    with mock.patch.object(hosts, "ProcessCard", card) if names else nullcontext():
         dist.all_reduce(tensor, group=ours)
     rows = ours.report().calls
     dist.destroy_process_group(ours)
     return tensor[:2].tolist(), {(row.path, row.why) for row in rows}
-
-
-def counted(_: Session, ranks_per_host: int | None) -> set[tuple[str, str]]:
-    ours = made(ranks_per_host=ranks_per_host)
-    dist.all_reduce(torch.ones(8), group=ours)
-    rows = ours.report().calls
-    dist.destroy_process_group(ours)
-    return {(row.path, row.why) for row in rows}
 
 
 def threads() -> int:
@@ -192,7 +172,7 @@ def test_means_and_scaled_sums_are_right(four_ranks: Ranks) -> None:
 
 
 def test_the_hook_of_ddp_works_over_hosts(four_ranks: Ranks) -> None:
-    for ours, gloo, taken in four_ranks.run(ddp_hook_errors):
+    for ours, gloo, taken in four_ranks.run(programs.ddp_errors, 2, True):
         assert 0 < ours <= 2 * gloo
         assert taken > 1
 
@@ -216,8 +196,8 @@ def test_hosts_are_found(four_ranks: Ranks, names: str, path: str, why: str) -> 
     ("ranks_per_host", "path"), [(None, "zero_sm"), (1, "torch"), (2, "hosts"), (3, "torch"), (4, "zero_sm")]
 )
 def test_ranks_of_a_host_can_be_given(four_ranks: Ranks, ranks_per_host: int | None, path: str) -> None:
-    for rows in four_ranks.run(counted, ranks_per_host):
-        assert [found for found, _ in rows] == [path]
+    for sums, rows in four_ranks.run(on_hosts, None, ranks_per_host):
+        assert (sums, [found for found, _ in rows]) == ([6.0, 6.0], [path])
 
 
 def test_groups_that_are_destroyed_leave_no_thread(four_ranks: Ranks) -> None:

@@ -15,7 +15,6 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.machine.profile import default_profile
 from counterpoint.measurement.session import Session
 from counterpoint.parallel import background
@@ -23,18 +22,18 @@ from counterpoint.parallel.background import BackgroundCall
 from counterpoint.parallel.ddp import HookState, hook
 from counterpoint.parallel.group import CHANNELS
 from tests.dist.test_collectives_failures import SLOWER
-from tests.dist.torch_backend_programs import EVERYTHING, drawn, groups, learned, made, newest
+from tests.dist.torch_backend_programs import EVERYTHING, OPERATIONS, groups, made, started
 from tests.dist.torch_messages_programs import on_software_gpus
-from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of
+from tests.support.ranks import PATIENT, Ranks, error_of, finding, patient
+from tests.support.torch_training import drawn, learned
 
 BUCKET = (5 << 20) // 4  # elements: as much as a bucket, less than any crossover
-OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def called_with(_: Session, options: tuple[dict[str, Any], dict[str, Any]]) -> str:
     """What is said to this rank's first call in a group whose ranks have other options."""
     given = dict(options[dist.get_rank()])
-    of_communicator = CommunicatorOptions(timeout_s=TIMEOUT_S, profile=given.pop("profile", None))
+    of_communicator = patient(profile=given.pop("profile", None))
     mine = backend.BackendOptions(**given, communicator=of_communicator)
     group = dist.new_group(backend="counterpoint", pg_options=mine)
     said = error_of(lambda: dist.all_reduce(torch.ones(1000), group=group))
@@ -160,24 +159,11 @@ def strided_on_one(_: Session, operation: str, async_op: bool) -> tuple[bool, in
         output = torch.zeros(rows, 6)
         if group is ours and rank == 1:
             output = torch.zeros(6, rows).t() if rows > 4 else torch.zeros(rows, 12)[:, ::2]
-        work = _started(operation, output, full, group, async_op)
+        work = started(operation, output, full, group, async_op)
         if work is not None:
             work.wait()
         found.append(output)
     return torch.equal(*found), ours.report().taken - before
-
-
-def _started(operation: str, output: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> Any:
-    if operation == "all_reduce":
-        return dist.all_reduce(output.copy_(full), group=group, async_op=async_op)
-    if operation == "broadcast":
-        return dist.broadcast(output.copy_(full), 0, group, async_op)
-    if operation == "all_gather":
-        return newest("all_gather_single", "all_gather_into_tensor")(output, full, group, async_op)
-    if operation == "reduce_scatter":
-        function = newest("reduce_scatter_single", "reduce_scatter_tensor")
-        return function(output, full, dist.ReduceOp.SUM, group, async_op)
-    return dist.all_to_all_single(output, full, group=group, async_op=async_op)
 
 
 def in_pieces(_: Session) -> list[int]:
@@ -219,7 +205,7 @@ def called_in_callbacks(_: Session, operation: str, rounds: int) -> list[float]:
         output, full = torch.ones(2000 if operation == "all_gather" else 1000), torch.ones(1000)
         if operation == "reduce_scatter":
             output = torch.ones(500)
-        future = _started(operation, output, full, group, True).get_future().then(callback)
+        future = started(operation, output, full, group, True).get_future().then(callback)
         behind = by_torch(1.0)
         sums += [future.wait(), behind]
     dist.destroy_process_group(group)
@@ -354,26 +340,21 @@ def test_a_hook_on_uneven_inputs_has_the_channels_of_its_buckets(two_ranks: Rank
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "asynchronous"])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", OPERATIONS[:5])
 def test_the_layout_of_one_rank_decides_nothing(two_ranks: Ranks, operation: str, async_op: bool) -> None:
     """Its output is a view with strides: it gets what gloo gives, and on both ranks the backend takes the call."""
     assert two_ranks.run(strided_on_one, operation, async_op) == [(True, 1)] * 2
 
 
-FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
-    "large calls go in pieces wherever they lie": (in_pieces, (), [3, 3, 3]),
-    "a tensor that comes twice on one rank decides nothing": (repeated_on_one, (), [2.0, 2.0]),
-    "two threads may use a group first at the same time": (opened_by_two_threads, (10,), {2.0}),
-    "a barrier waits for calls that nobody has waited for": (waited_for_by_a_barrier, (), 3),
-}
+test_what_ranks_find = finding({
+    "large calls go in pieces wherever they lie": (2, in_pieces, (), [3, 3, 3]),
+    "a tensor that comes twice on one rank decides nothing": (2, repeated_on_one, (), [2.0, 2.0]),
+    "two threads may use a group first at the same time": (2, opened_by_two_threads, (10,), {2.0}),
+    "a barrier waits for calls that nobody has waited for": (2, waited_for_by_a_barrier, (), 3),
+})  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "arguments", "wanted"), FOUND_BY_TWO.values(), ids=FOUND_BY_TWO)
-def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[Any, ...], wanted: Any) -> None:
-    assert two_ranks.run(program, *arguments) == [wanted] * 2
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", OPERATIONS[:5])
 def test_calls_in_callbacks_have_one_order_with_those_that_torch_makes(two_ranks: Ranks, operation: str) -> None:
     """A rank whose callback is late does not let its next call go first."""
     assert two_ranks.run(called_in_callbacks, operation, 5) == [[202.0, 2.0] * 5] * 2

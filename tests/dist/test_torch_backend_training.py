@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -31,8 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
 from counterpoint.measurement.session import Session
-from tests.dist.torch_backend_programs import drawn, groups, learned, taking
+from tests.dist.torch_backend_programs import Branches, groups, taking
 from tests.support.ranks import Ranks, error_of, run_once
+from tests.support.torch_training import drawn, learned, pipelined
 
 Found = tuple[list[float], list[float], dict[str, int]]
 
@@ -106,47 +106,11 @@ def hybrid_sharded(_: Session, axes: list[str]) -> Found:
     return found[0], found[1], counts
 
 
-def pipeline(_: Session, name: str) -> tuple[list[float], list[float]]:
+def pipeline(_: Session, schedule: str) -> tuple[list[float], list[float]]:
     """Losses and gradients of a schedule with two stages on each rank, by our group and by gloo's."""
-    found = [_pipelined(name, group) for group in groups()]
-    return found[0], found[1]
-
-
-def _pipelined(name: str, group: Any) -> list[float]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    last = 2 * size - 1
-    numbers = {"interleaved": (rank, rank + size), "zbv": (rank, last - rank)}[name]
-    stages: list[Any] = []
-    for number in numbers:
-        torch.manual_seed(number)
-        stages.append(PipelineStage(nn.Linear(16, 16), number, 2 * size, torch.device("cpu"), group=group))
-    kind = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}[name]
-    schedule = kind(stages, n_microbatches=2 * size, loss_fn=nn.functional.mse_loss)
-    losses: list[torch.Tensor] = []
-    batch = drawn(1, 4 * size, 16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's schedules of themselves
-        schedule.step(
-            *([batch] if 0 in numbers else []),
-            target=batch if last in numbers else None,
-            losses=losses if last in numbers else None,
-        )
-    gradients = [p.grad.double().sum().item() for one in stages for p in one.submod.parameters() if p.grad is not None]
-    assert len(gradients) == 4
-    return [*(loss.item() for loss in losses), *gradients]
-
-
-class Branches(nn.Module):
-    """Has a layer that only some steps use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rare, self.last = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 4)
-
-    def forward(self, x: torch.Tensor, all_of_it: bool = False) -> torch.Tensor:
-        hidden = self.first(x).relu()
-        out: torch.Tensor = self.last(self.rare(hidden) if all_of_it else hidden)
-        return out
+    size = dist.get_world_size()
+    ours, gloo = (pipelined(one, schedule, width=16, rows=4 * size, microbatches=2 * size) for one in groups())
+    return ours, gloo
 
 
 def data_parallel(_: Session, how: str) -> Found:
@@ -168,7 +132,7 @@ def _data_parallel(model: nn.Module, group: Any, how: str) -> list[float]:
     ddp = DistributedDataParallel(model, process_group=group, **options)
     called: Any = torch.compile(ddp, backend="aot_eager") if how == "compiled" else ddp
     steps = 3 + 2 * rank if how == "uneven inputs" else 4
-    batches = ((drawn(10 * step + rank, 8, 16), how != "unused parameters" or step % 2 == 0) for step in range(steps))
+    batches = ((drawn(10 * step + rank, 8, 48), how != "unused parameters" or step % 2 == 0) for step in range(steps))
     with warnings.catch_warnings(), Join([ddp], enable=how == "uneven inputs"):
         warnings.simplefilter("ignore")  # torch's compiler of itself
         losses = learned(called, batches)
@@ -249,7 +213,7 @@ def test_hybrid_sharding(four_ranks: Ranks, axes: list[str], operations: list[st
         assert min(taken.values()) >= 3
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_pipelines_with_several_stages_on_a_rank(two_ranks: Ranks, schedule: str) -> None:
     for ours, gloo in two_ranks.run(pipeline, schedule):
         assert ours == gloo

@@ -6,7 +6,7 @@ import pytest
 
 from tests.dist import tuned_programs as programs
 from tests.support.fsdp_training import CASES, Case
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, finding
 
 BITS = 1e-5  # of float32 after a step of sums in another order
 
@@ -71,8 +71,10 @@ def test_a_knob_of_nccl_is_left_to_torch_and_told(two_ranks: Ranks, tmp_path: Pa
         )
 
 
-def test_modules_without_a_name_are_found_by_size(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.by_size) == [[(True, True), *[(False, True)] * 3]] * 2
+test_what_ranks_find = finding({
+    "modules without a name are found by size": (2, programs.by_size, (), [(True, True), *[(False, True)] * 3]),
+    "check asks the communicator of a mesh from the first call on": (2, programs.checked, (), (0, 1)),
+})  # fmt: skip
 
 
 DIFFERENT = ("other files", "missing on one", "named on one", "of another machine")
@@ -203,11 +205,6 @@ def test_calls_of_the_backend_follow_the_choice_of_their_size(two_ranks: Ranks) 
             ("all_gather", "torch", "below the crossover"),
         }
         assert str(report).endswith("tuned: tuning: 2 of 2 choices followed")
-
-
-def test_check_asks_the_communicators_of_tensor_parallelism(two_ranks: Ranks) -> None:
-    """The one of its mesh, from the first call on."""
-    assert two_ranks.run(programs.checked) == [(0, 1)] * 2
 
 
 @pytest.mark.needs("transformers")

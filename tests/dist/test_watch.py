@@ -135,30 +135,26 @@ def exception(session: Session, folder: str, step: int) -> tuple[list[str], list
         return lines, left()
 
 
-def busy(session: Session) -> list[str]:
-    command, beside.COMMAND = beside.COMMAND, (sys.executable, "-c", "import time; time.sleep(600)")
-    watch = counterpoint.watch(every=10)
+def beside_by(code: str) -> Any:
+    """What diagnoses beside a training runs this code instead."""
+    return patch.object(beside, "COMMAND", (sys.executable, "-c", code))
 
+
+def busy(session: Session) -> list[str]:
     def end() -> None:
         dist.barrier()
         watch.close(linger=0.0)
 
-    try:
-        with Lines() as lines:
-            trained(watch, steps=20, at={20: end})
-        return lines + children()
-    finally:
-        beside.COMMAND = command
+    with beside_by("import time; time.sleep(600)"), Lines() as lines:
+        watch = counterpoint.watch(every=10)
+        trained(watch, steps=20, at={20: end})
+    return lines + children()
 
 
 def broken(session: Session) -> list[str]:
-    command, beside.COMMAND = beside.COMMAND, (sys.executable, "-c", "import sys; sys.exit('out of luck')")
-    try:
-        with Lines() as lines:
-            trained(counterpoint.watch(every=10), steps=12)
-        return lines
-    finally:
-        beside.COMMAND = command
+    with beside_by("import sys; sys.exit('out of luck')"), Lines() as lines:
+        trained(counterpoint.watch(every=10), steps=12)
+    return lines
 
 
 def another_profiler(session: Session, first: int, last: int) -> tuple[list[str], int]:

@@ -4,7 +4,7 @@ import copy
 import datetime
 import functools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
 from counterpoint.measurement.session import Session
+from counterpoint.parallel import ddp
 from counterpoint.parallel.background import all_reduce_in_pieces
 from tests.support.ranks import PATIENT, TIMEOUT_S, error_of
+from tests.support.torch_training import learned
 
 EVERYTHING = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 0)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
@@ -53,54 +55,51 @@ def random_calls(_: Session, ranks_per_host: int | None, seed: int, count: int) 
     for _number in range(count):
         dtype, blocks = chance.choice(DTYPES), chance.choice((1, 3, 17, 1000))
         full = torch.randint(0, 5, (size * blocks,), generator=numbers).to(dtype)
-        call = chance.choice(CALLS)
+        operation = chance.choice(OPERATIONS)
         async_op = chance.random() < 0.5
         results = []
         for group in (ours, gloo):
-            output, work = call(full.clone(), size, group, async_op)
+            output, work = called(operation, full.clone(), group, async_op)
             if async_op:
                 work.wait()
             results.append(output)
-        assert torch.equal(*results), (call.__name__, dtype, blocks)
+        assert torch.equal(*results), (operation, dtype, blocks)
     return count, ours.report().taken - before
 
 
-def all_reduce(full: torch.Tensor, size: int, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    return full, dist.all_reduce(full, dist.ReduceOp.MAX if full.numel() % 2 else dist.ReduceOp.SUM, group, async_op)
+OPERATIONS = (
+    "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "split all_to_all", "listed all_gather"
+)  # fmt: skip
+"""Of these the backend's communicator takes the first five."""
 
 
-def broadcast(full: torch.Tensor, size: int, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    return full, dist.broadcast(full, size - 1, group, async_op)
+def started(
+    operation: str, output: torch.Tensor, given: torch.Tensor, group: Any, async_op: bool, root: int = 0
+) -> Any:
+    """Begin a call of torch; what is reduced or broadcast in place is copied to `output` first."""
+    match operation:
+        case "all_reduce":
+            op = dist.ReduceOp.MAX if given.numel() % 2 else dist.ReduceOp.SUM
+            return dist.all_reduce(output.copy_(given), op, group, async_op)
+        case "broadcast":
+            return dist.broadcast(output.copy_(given), root, group, async_op)
+        case "all_gather":
+            return newest("all_gather_single", "all_gather_into_tensor")(output, given, group, async_op)
+        case "reduce_scatter":
+            function = newest("reduce_scatter_single", "reduce_scatter_tensor")
+            return function(output, given, dist.ReduceOp.SUM, group, async_op)
+        case "listed all_gather":
+            return dist.all_gather(list(output.chunk(dist.get_world_size())), given, group, async_op)
+    splits = [len(given) // dist.get_world_size()] * dist.get_world_size() if "split" in operation else None
+    return dist.all_to_all_single(output, given, splits, splits, group, async_op)
 
 
-def all_gather(full: torch.Tensor, size: int, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    output, mine = torch.empty_like(full), full.chunk(size)[dist.get_rank()].clone()
-    return output, newest("all_gather_single", "all_gather_into_tensor")(output, mine, group, async_op)
-
-
-def reduce_scatter(full: torch.Tensor, size: int, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    output = full.new_empty(full.numel() // size)
-    function = newest("reduce_scatter_single", "reduce_scatter_tensor")
-    return output, function(output, full, dist.ReduceOp.SUM, group, async_op)
-
-
-def all_to_all(full: torch.Tensor, size: int, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    output = torch.empty_like(full)
-    return output, dist.all_to_all_single(output, full, group=group, async_op=async_op)
-
-
-def split_all_to_all(full: torch.Tensor, size: int, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    splits = [full.numel() // size] * size
-    output = torch.empty_like(full)
-    return output, dist.all_to_all_single(output, full, splits, splits, group, async_op)
-
-
-def listed_all_gather(full: torch.Tensor, size: int, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    output = torch.empty_like(full)
-    return output, dist.all_gather(list(output.chunk(size)), full.chunk(size)[0].clone(), group, async_op)
-
-
-CALLS = (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, split_all_to_all, listed_all_gather)
+def called(operation: str, full: torch.Tensor, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
+    """Begin a call on a part of `full` for each rank, or of it; return its output and its work."""
+    size = dist.get_world_size()
+    given = full.chunk(size)[dist.get_rank()].clone() if "gather" in operation else full
+    output = full.new_empty(len(full) // size if operation == "reduce_scatter" else len(full))
+    return output, started(operation, output, given, group, async_op, root=size - 1)
 
 
 def other_calls(_: Session) -> None:
@@ -186,51 +185,43 @@ def trained(
     """Losses of a few steps, and the sum of the parameters; `prepare` gets the DDP model first."""
     dtype = next(model.parameters()).dtype
     numbers = torch.Generator().manual_seed(dist.get_rank())
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1, gradient_as_bucket_view=True)
-    prepare(ddp)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    losses = []
-    for step in range(6):
-        batch = torch.randn(16, 64, generator=numbers).to(dtype)
-        if step % 3 == 1:
-            with ddp.no_sync():
-                ddp(batch).square().mean().backward()
-            continue
-        loss = ddp(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    losses.append(sum(p.double().sum().item() for p in model.parameters()))
-    return losses
+    made = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1, gradient_as_bucket_view=True)
+    prepare(made)
+    batches = ((torch.randn(16, 64, generator=numbers).to(dtype),) for _ in range(6))
+    return [*learned(made, batches, accumulates=True), sum(p.double().sum().item() for p in model.parameters())]
 
 
-def learned(model: Any, batches: Iterable[tuple[Any, ...]]) -> list[float]:
-    """Losses of a step of SGD for each batch."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for batch in batches:
-        loss = model(*batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+class Branches(torch.nn.Module):
+    """Has a layer that only some steps use; the last layer is of float32."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(48, 96).to(dtype)
+        self.left = torch.nn.Linear(96, 64).to(dtype)
+        self.right = torch.nn.Linear(96, 64).to(dtype)
+        self.last = torch.nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden = self.first(x.to(self.first.weight.dtype)).relu()
+        out = self.left(hidden) + self.right(hidden) if both else self.left(hidden)
+        last: torch.Tensor = self.last(out.float())
+        return last
 
 
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def ddp_errors(_: Session, ranks_per_host: int | None, hooked: bool = False) -> tuple[float, float, int]:
+    """Largest error of losses and parameters of DDP against float64: ours and gloo's; how many calls ours took.
 
-
-def ddp_errors(_: Session, ranks_per_host: int | None) -> tuple[float, float, int]:
-    """Largest error of losses and parameters of DDP against float64: ours and gloo's; how many calls ours took."""
+    `hooked`: by the hook of `counterpoint.parallel.ddp`, which says how many it has taken.
+    """
     ours, gloo = groups(ranks_per_host)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
-    before = ours.report().taken
+    state, before = ddp.HookState(ours), ours.report().taken
+    prepare: Any = (lambda made: made.register_comm_hook(state, ddp.hook)) if hooked else id
     exact = trained(copy.deepcopy(model).double(), gloo)
-    found = [trained(copy.deepcopy(model), group) for group in (ours, gloo)]
+    found = trained(copy.deepcopy(model), ours, prepare), trained(copy.deepcopy(model), gloo)
     mine, theirs = (max(abs(a - b) for a, b in zip(losses, exact, strict=True)) for losses in found)
-    return mine, theirs, ours.report().taken - before
+    return mine, theirs, state.report().taken if hooked else ours.report().taken - before
 
 
 def shorter_timeout(_: Session) -> str:

@@ -18,19 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.backend import messages
 from counterpoint.parallel.backend.inner import InnerGroup
-from tests.support.ranks import PATIENT, TIMEOUT_S, error_of
+from tests.support.ranks import PATIENT, TIMEOUT_S, error_of, said
 from tests.support.software_gpu import SoftwareGpu
+from tests.support.torch_training import pipelined
 
 ROOM = 4096  # bytes of a mailbox: slots of 1 KiB
 OPTIONS = backend.BackendOptions(mailbox_bytes=ROOM, communicator=PATIENT)
@@ -217,42 +215,23 @@ def pipeline(_: Session, schedule: str, microbatches: int) -> tuple[list[float],
             return done
 
         with patch.object(CudaWork, "wait", to_the_end):
-            found = [_losses(one, schedule, microbatches) for one in (group, gloo)]
+            found = [
+                pipelined(one, schedule, width=40, rows=8 * microbatches, microbatches=microbatches)
+                for one in (group, gloo)
+            ]
         return found[0], found[1], backend.report(group).taken
 
 
-def _losses(group: Any, name: str, microbatches: int) -> list[float]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    numbers = {"1F1B": [rank], "Interleaved1F1B": [rank, size + rank], "ZBVZeroBubble": [rank, 2 * size - 1 - rank]}[
-        name
-    ]
-    count, cpu, stages = size * len(numbers), torch.device("cpu"), []
-    for number in numbers:
-        torch.manual_seed(number)
-        stages.append(PipelineStage(torch.nn.Linear(40, 40), number, count, cpu, group=group))
-    made: Any = get_schedule_class(name)
-    schedule = made(stages if len(stages) > 1 else stages[0], microbatches, loss_fn=torch.nn.functional.mse_loss)
-    batch = torch.randn(8 * microbatches, 40, generator=torch.Generator().manual_seed(1))
-    losses: list[torch.Tensor] = []
-    is_last = any(stage.is_last for stage in stages)
-    for _step in range(2):
-        schedule.step(
-            *([batch] if rank == 0 else []), target=batch if is_last else None, losses=losses if is_last else None
-        )
-    gradients = [p.grad.double().sum().item() for stage in stages for p in stage.submod.parameters()]  # type: ignore[union-attr]
-    return [loss.item() for loss in losses] + gradients
-
-
-def one_dies(_: Session, opened: bool) -> tuple[str, tuple[int, ...], str, float]:
+def one_dies(_: Session, opened: bool) -> tuple[str, tuple[int, ...], float]:
     """Rank 2 dies; rank 1 waits for its message, once the two have exchanged one before, or not."""
     options = backend.BackendOptions(
         mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=TIMEOUT_S if opened else 2)
     )
-    manager = on_software_gpus(options)
+    manager = on_software_gpus(options)  # kept, so that it does not end before the rank
     group, gpu = manager.__enter__()
     rank = dist.get_rank()
-    started = time.monotonic()
-    try:
+
+    def wait() -> None:
         if opened and rank == 2:
             dist.send(torch.ones(3), group=group, group_dst=1)
         if opened and rank == 1:
@@ -263,12 +242,12 @@ def one_dies(_: Session, opened: bool) -> tuple[str, tuple[int, ...], str, float
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
             work: Any = dist.irecv(torch.zeros(3), group=group, group_src=2)
-            while work.exception() is None and time.monotonic() - started < 30:
+            until = time.monotonic() + 30
+            while work.exception() is None and time.monotonic() < until:
                 time.sleep(0.01)
             work.wait()
-    except CounterpointError as error:
-        return type(error).__name__, getattr(error, "ranks", ()), str(error), time.monotonic() - started
-    return "no error", (), "", 0.0
+
+    return said(wait)
 
 
 def groups_made_and_destroyed(_: Session, count: int) -> float:

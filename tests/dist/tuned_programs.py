@@ -27,11 +27,13 @@ from counterpoint.parallel.tensor import TensorOptions
 from counterpoint.parallel.tensor.group import tensor_group
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuned.file import tuned_toml
-from tests.dist import expert_parallel_programs, test_tensor_parallel
+from tests.dist import expert_parallel_programs as experts
+from tests.dist import test_tensor_parallel
 from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned
 from tests.support.fsdp_training import BF16, Case, differences, sharded, stock_trained, trained
 from tests.support.ranks import PATIENT, error_of
+from tests.support.torch_training import largest_difference
 
 
 def choice(operation: str, mechanism: str, num_bytes: int = 1, **fields: Any) -> TunedPair:
@@ -212,7 +214,7 @@ def tensor_parallel(_: Session, mechanism: str) -> tuple[float, Report, str]:
     )
     options = OverlapOptions(tensor_parallel=TensorOptions(mechanism="cuts" if mechanism == "slabs" else "auto"))
     with overlap(model, options=options, tuned=tuning(*pairs)) as handle:
-        difference = programs.largest_difference(programs.trained(case, model, 1), expected)
+        difference = largest_difference(programs.trained(case, model, 1), expected)
         report = handle.report()
     with overlap(model, options=options) as handle:
         programs.trained(case, model, 1)
@@ -243,48 +245,29 @@ def operations(_: Session, folder: str, tuned: str) -> list[str]:
 
 def expert_parallel(_: Session, folder: str) -> tuple[float, Report]:
     """How far a model of `transformers` is from its own run, and the report; a choice for each of its two layers."""
-    programs = expert_parallel_programs
-    spread = programs.Spread()
+    spread = experts.Spread()
     pairs = (
         choice("exchange", "slabs", where=("model.layers.0.*",), stock="torch"),
         choice("exchange", LEAVE, where=("model.layers.1.*",), stock="torch"),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
-        expected = programs._trained(programs.transformers_model(spread, folder), spread)
-        model = programs.transformers_model(spread, folder)
-        options = OverlapOptions(expert_parallel=ExpertOptions(parts=1))
-        with overlap(model, options=options, tuned=tuning(*pairs)) as handle:
-            found = programs._trained(model, spread)
-            report = handle.report()
-    return programs.largest_difference(found, expected), report
+    expected = experts.stock(spread, folder)
+    found, report = experts.followed(spread, folder, options=ExpertOptions(parts=1), tuned=tuning(*pairs))
+    return largest_difference(found, expected, experts.SMALL), report
 
 
 def experts_by_size(_: Session, factor: float, folder: str) -> list[str]:
     """The choices of layers of experts by a pair of so many times their size, which has no names."""
-    programs = expert_parallel_programs
-    spread = programs.Spread()
-    size = dist.get_world_size() * 2 * programs.LENGTH * 2 * 32 * 8  # ranks, tokens, choices of each, elements, bytes
+    size = dist.get_world_size() * 2 * experts.LENGTH * 2 * 32 * 8  # ranks, tokens, choices of each, elements, bytes
     pair = choice("exchange", "gather", int(size * factor), dtype="float64", stock="torch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own
-        model = programs.transformers_model(spread, folder)
-        with overlap(model, tuned=tuning(pair)) as handle:
-            programs._trained(model, spread)
-            report = handle.report()
+    _found, report = experts.followed(experts.Spread(), folder, tuned=tuning(pair))
     return [module.choice for module in report.of_kind("expert")]
 
 
 def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
     """What is said of each layer of experts that is left but for a choice, where only the first has one."""
-    programs = expert_parallel_programs
-    spread, chosen = programs.Spread(), choice("exchange", "slabs", where=("model.layers.0.*",), stock="torch")
-    with warnings.catch_warnings(), patch.object(expert_modules, "_left_why", lambda *_, **__: "not measured"):
-        warnings.simplefilter("ignore")  # its own
-        model = programs.transformers_model(spread, folder)
-        with overlap(model, tuned=tuning(chosen)) as handle:
-            programs._trained(model, spread)
-            report = handle.report()
+    chosen = choice("exchange", "slabs", where=("model.layers.0.*",), stock="torch")
+    with patch.object(expert_modules, "_left_why", lambda *_, **__: "not measured"):
+        _found, report = experts.followed(experts.Spread(), folder, tuned=tuning(chosen))
     return [(module.choice, module.torch_why) for module in report.of_kind("expert")]
 
 
@@ -333,13 +316,11 @@ def checked(_: Session) -> tuple[int, int]:
 
 def checked_experts(_: Session, folder: str) -> int:
     """How many communicators `check` asks of a model of experts, besides those of FSDP2."""
-    programs = expert_parallel_programs
+    spread = experts.Spread()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own
-        spread = programs.Spread()
-        model = programs.transformers_model(spread, folder)
-        options = OverlapOptions(expert_parallel=spread.options)
-        with overlap(model, options=options) as handle:
+        model = experts.transformers_model(spread, folder)
+        with overlap(model, options=OverlapOptions(expert_parallel=spread.options)) as handle:
             before = asked(handle)
-            programs._trained(model, spread)
+            experts.trained(model, spread)
             return asked(handle) - before

@@ -154,7 +154,7 @@ def main(folder: Path) -> None:
     dist.destroy_process_group(ours)  # with a call under way
     del work
     torch.cuda.synchronize()
-    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(found))
+    (folder / f"found{rank}.json").write_bytes(msgspec.json.encode({"hosts": found}))
     dist.destroy_process_group()
 
 

@@ -4,14 +4,12 @@ Started by path with RANK, WORLD_SIZE and an argument: a folder for the rendezvo
 """
 
 import copy
-import os
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -24,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.options import CommunicatorOptions
-from tests.dist.torch_backend_programs import CALLS, EVERYTHING
+from tests.dist.torch_backend_programs import EVERYTHING, OPERATIONS, called
+from tests.support.gpu_ranks import own_gpu, run_scenarios
 
 TAKING = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60))
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 26)
@@ -58,11 +57,11 @@ def calls(one: Rank) -> Seen:
     """Every operation at every size, on the current stream and beside it, with futures: equal to NCCL's."""
     wrong = count = 0
     for num_bytes in SIZES:
-        for call in CALLS[:5]:  # those that the backend takes
+        for operation in OPERATIONS[:5]:  # those that the backend takes
             for async_op in (False, True):
                 full, found = one.numbers(num_bytes // 4, count), []
                 for group in (one.ours, one.theirs):
-                    output, work = call(full.clone(), one.size, group, async_op)
+                    output, work = called(operation, full.clone(), group, async_op)
                     if async_op:
                         work.get_future().wait() if group is one.ours and count % 3 else work.wait()
                     found.append(output)
@@ -196,18 +195,13 @@ SCENARIOS = {
 
 
 def main(folder: Path) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    where = f"file://{folder / 'rendezvous'}"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=where, rank=rank, world_size=world_size, device_id=device)
-    one, found = Rank(device, "nccl"), dict[str, Seen]()
-    for name, scenario in SCENARIOS.items():
-        started = time.monotonic()
-        found[name] = scenario(one)
-        if rank == 0:
-            print(f"{name}: {time.monotonic() - started:.1f} s, {found[name]}", flush=True)
-    (folder / f"answer{rank}.json").write_bytes(msgspec.json.encode(found))
+    made: list[Rank] = []
+
+    def begun(scenario: Callable[[Rank], Seen]) -> Seen:
+        made[:] = made or [Rank(own_gpu(), "nccl")]
+        return scenario(made[0])
+
+    run_scenarios(folder, {name: partial(begun, scenario) for name, scenario in SCENARIOS.items()})
     dist.destroy_process_group()
 
 

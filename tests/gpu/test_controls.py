@@ -100,11 +100,8 @@ def test_a_knob_that_did_nothing_is_caught(ran: Ran, scenario: str, setting: str
     assert not evidence.took_effect, evidence
 
 
-def test_one_call_applies_what_works(ran: Ran) -> None:
+def test_one_call_applies_what_works_and_raises_what_did_nothing(ran: Ran) -> None:
     assert ran.said["mm"] == "applied"
-
-
-def test_one_call_raises_what_did_nothing(ran: Ran) -> None:
     assert ran.said["fp32 mm"].startswith("gemm_sms=108 had no effect: ")
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.command import program
+
 pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it asks for the GPUs of the machine")]
 
 LIMIT_S = 120
@@ -37,8 +39,7 @@ BUSY = "import torch; kept = torch.ones(1 << 20, device='cuda:0'); print('ready'
 
 
 def run(*command: str, **variables: str) -> str:
-    environment = os.environ | variables
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment)
+    done = program(command, variables=os.environ | variables, timeout_s=LIMIT_S)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
 
@@ -62,24 +63,13 @@ def checkup() -> dict[str, Any]:
     return doctor("--device-checks")
 
 
-def test_gpus_are_those_of_torch(checkup: dict[str, Any], facts: dict[str, Any]) -> None:
+def test_what_is_read_is_what_torch_says(checkup: dict[str, Any], facts: dict[str, Any]) -> None:
+    """GPUs, their SMs, access to peers, and the NCCL that torch loads."""
     assert checkup["gpus"] == facts["names"]
-
-
-def test_sms_are_those_of_torch(facts: dict[str, Any]) -> None:
     probed = json.loads(run(sys.executable, "-m", "counterpoint.doctor.probe", "cuda"))
     assert [device["num_sms"] for device in probed["devices"]] == facts["sms"]
-
-
-def test_peer_access_is_that_of_torch(checkup: dict[str, Any], facts: dict[str, Any]) -> None:
     assert (check(checkup, "peer_access")["status"] == "ok") == (facts["no_peer"] == [])
-
-
-def test_nccl_is_the_one_that_torch_loads(checkup: dict[str, Any], facts: dict[str, Any]) -> None:
     assert check(checkup, "nccl")["values"]["version"] == ".".join(map(str, facts["nccl"]))
-
-
-def test_torch_runtime_agrees(checkup: dict[str, Any]) -> None:
     assert check(checkup, "torch_runtime")["status"] == "ok"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,20 +13,18 @@ from counterpoint.records.tuning import LEAVE, StepPair, Tuned, TunedPair
 from counterpoint.tuned.file import tuned_toml
 from counterpoint.tuning.exporters import export
 from counterpoint.tuning.from_trace import pairs_of_traces
+from tests.support.command import ROOT, program
 from tests.support.example_tuned import example_tuned, tuned_pair
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("its traces show copies between GPUs")]
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300
 
 
 def trained(folder: Path, *options: str, **variables: str) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_fsdp.py"]
-    done = subprocess.run(
-        [*command, "--steps", "8", "--trace", str(folder), *options],
-        cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=LIMIT_S,
-    )  # fmt: skip
+    given = [*command, "--steps", "8", "--trace", folder, *options]
+    done = program(given, folder=ROOT, variables=os.environ | variables, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -36,11 +33,8 @@ def proved(tuned: Tuned, traces: Path, folder: Path) -> dict[str, set[str]]:
     """The states that doctor gives to each choice; its exit code agrees."""
     file = folder / "counterpoint.toml"
     file.write_text(tuned_toml(tuned))
-    command = [sys.executable, "-c", "from counterpoint.cli import main; main()", "doctor", "--json", "-"]
-    done = subprocess.run(
-        [*command, "--check", str(file), "--check", str(traces)],
-        capture_output=True, text=True, check=False, timeout=LIMIT_S,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "counterpoint", "doctor", "--json", "-", "--check", file, "--check", traces]
+    done = program(command, timeout_s=LIMIT_S)
     found = json.loads(done.stdout)
     assert done.returncode == (0 if found["took_effect"] else 1), done.stderr
     states: dict[str, set[str]] = {}

@@ -1,16 +1,14 @@
 """benchmarks/expert_layer.py on two GPUs: what a trace shows of how tokens travel to their experts."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.own_gpus("its traces show copies between GPUs")
+from tests.support.command import ROOT, program
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.own_gpus("its traces show copies between GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +18,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
     arguments = ["--shapes", "qwen3", "--tokens", "4096", "--layers", "2", "--mechanisms", "gather"]
     arguments += ["--rounds", "2", "--steps", "3", "--out", str(out)]
     launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/expert_layer.py"]
-    done = subprocess.run(
-        [sys.executable, *launched, *arguments],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=400, start_new_session=True,
-    )  # fmt: skip
+    done = program([sys.executable, *launched, *arguments], folder=ROOT, timeout_s=400)
     assert out.exists(), done.stderr
     return {(row["what"], row["variant"]): row for row in json.loads(out.read_text())["rows"]}
 

@@ -1,17 +1,14 @@
 """Rows of experts on a GPU have the bits that they have on the CPU, in eager mode and in graphs."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from counterpoint.parallel.expert.permute import assign, combine, narrowed, permute, weight_grads
+from tests.support.command import ROOT, program
 from tests.support.routing import ROUTINGS, routing
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.needs("triton")]
 
@@ -82,5 +79,5 @@ def test_a_graph_follows_its_ids() -> None:
 
 def test_the_benchmark_in_small() -> None:
     command = [sys.executable, "benchmarks/expert_permute.py", "--shapes", "tiny", "--routings", "uniform", "zipf"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=220)
+    done = program(command, folder=ROOT, timeout_s=220)
     assert done.returncode == 0, done.stdout + done.stderr

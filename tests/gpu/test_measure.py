@@ -1,12 +1,12 @@
 """`counterpoint measure` on two GPUs: the command as a user runs it, and what its rows must show."""
 
-import subprocess
 import sys
 
 import msgspec
 import pytest
 
 from counterpoint.records.measurement import Measurement, Row
+from tests.support.command import program
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it measures times")]
 
@@ -16,10 +16,7 @@ MECHANISMS = ("nccl", "nccl+max_ctas=8+gemm_sms=124", "nccl_zero_cta", "zero_sm"
 def suite(folders: pytest.TempPathFactory, name: str, *options: str, timeout_s: float) -> Measurement:
     out = folders.mktemp("measure") / f"{name}.json"
     command = [sys.executable, "-m", "counterpoint", "measure", name, "--nproc", "2", "--rounds", "6", *options]
-    done = subprocess.run(
-        [*command, "--out", str(out)],
-        capture_output=True, text=True, check=False, timeout=timeout_s, start_new_session=True,
-    )  # fmt: skip
+    done = program([*command, "--out", out], timeout_s=timeout_s)
     assert done.returncode == 0, done.stderr
     return msgspec.json.decode(out.read_bytes(), type=Measurement)
 
@@ -98,7 +95,7 @@ dist.destroy_process_group()
 
 @pytest.mark.gpu(1)
 def test_a_trial_waits_until_its_buffers_are_put_back() -> None:
-    done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=100)
+    done = program([sys.executable, "-c", PUT_BACK], timeout_s=100)
     assert (done.stdout, done.returncode) == ("1.0 False\n", 0), done.stderr
 
 

@@ -299,25 +299,19 @@ def microseconds(work: Callable[[], object]) -> float:
     return float(sorted(times[1:])[2])
 
 
-def test_arguments_by_value_are_shaped(interposed: dict[str, Any]) -> None:
+def test_arguments_are_shaped_by_value_and_by_reference(interposed: dict[str, Any]) -> None:
+    """What the caller's structure held is put back."""
     assert (interposed["by_value"], interposed["before"] > 3, interposed["after"] > 3) == (3, True, True)
-
-
-def test_arguments_by_reference_are_shaped_and_put_back(interposed: dict[str, Any]) -> None:
     assert (interposed["by_reference"], interposed["config_after"]) == (3, 0)
 
 
-def test_a_kernel_of_torch_is_shaped(interposed: dict[str, Any]) -> None:
-    """An element-wise kernel with one block per SM cannot fill the memory: it takes twice as long at least."""
+def test_kernels_of_torch_and_cublas_are_shaped(interposed: dict[str, Any]) -> None:
+    """An element-wise kernel with one block per SM cannot fill the memory: it takes twice as long at least.
+
+    Of fp32 GEMMs, which have several blocks per SM, one at least is left with one; it computes the same.
+    """
     assert interposed["elementwise_slower"] > 2.0, interposed["elementwise"]
-
-
-def test_a_kernel_of_cublas_is_shaped(interposed: dict[str, Any]) -> None:
-    """Of fp32 GEMMs, which have several blocks per SM, one at least is left with one."""
     assert any(after == 1 and refused is None and "gemm" in name for name, after, refused in interposed["gemms"])
-
-
-def test_a_shaped_gemm_computes_the_same(interposed: dict[str, Any]) -> None:
     assert interposed["fp32_same"]
 
 
@@ -327,11 +321,8 @@ def test_a_persistent_gemm_is_refused_with_what_to_do(interposed: dict[str, Any]
     assert all("cluster" in reason or "gemm_sms" in reason for reason in interposed["bf16"])
 
 
-def test_threads_do_not_hang_under_the_hook(interposed: dict[str, Any]) -> None:
+def test_threads_do_not_hang_under_the_hook_and_its_failure_is_raised_on_exit(interposed: dict[str, Any]) -> None:
     assert (interposed["threads_alive"], interposed["threads_met"] > 0) == (0, True)
-
-
-def test_a_failure_in_the_hook_is_raised_on_exit(interposed: dict[str, Any]) -> None:
     assert (interposed["failure"], interposed["went_on"]) == ("planted", True)
 
 

@@ -1,6 +1,5 @@
 """`counterpoint tune pairs.toml` on two GPUs: every kind of pair is measured within the budget, and decided."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from counterpoint.records.tuning import LEAVE, Tuned
 from counterpoint.tuned.file import read_tuned
+from tests.support.command import program
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it measures times")]
 
@@ -52,9 +52,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     folder: Path = tmp_path_factory.mktemp("tune")
     (folder / "pairs.toml").write_text(PAIRS)
     command = [sys.executable, "-m", "counterpoint", "tune", "pairs.toml", "--budget", str(BUDGET_S)]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=400, start_new_session=True
-    )
+    done = program(command, folder=folder, timeout_s=400)
     assert done.returncode == 0, done.stderr
     return read_tuned(folder / "counterpoint.toml")
 

@@ -1,13 +1,13 @@
 """`counterpoint tune --machine` on two GPUs: every group is measured, and predicts what it was fitted to."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from counterpoint.machine.profile import GROUPS, Profile, read_profile
+from tests.support.command import program
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it measures times")]
 
@@ -18,7 +18,7 @@ PREDICTED = re.compile(r"([\d.]+)% off")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     out: Path = tmp_path_factory.mktemp("machine") / "profile.json"
     command = [sys.executable, "-m", "counterpoint", "tune", "--machine", "--nproc", "2", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, start_new_session=True)
+    done = program(command, timeout_s=400)
     assert done.returncode == 0, done.stderr
     return read_profile(out)
 

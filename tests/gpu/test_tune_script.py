@@ -1,6 +1,5 @@
 """`counterpoint tune --run` on two GPUs: what is recorded, switched between steps, and confirmed."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from counterpoint.tuned.file import read_tuned
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.script import difference
 from counterpoint.tuning.script_launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
+from tests.support.command import program
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it measures times")]
 
@@ -43,7 +43,7 @@ def test_a_script_is_tuned(tmp_path: Path, name: str, calls: str) -> None:
     """The whole way: choices with whole steps, unless nothing was chosen; what was chosen had effect."""
     out = tmp_path / "counterpoint.toml"
     command = [sys.executable, "-m", "counterpoint", "tune", "--run", example(name), "--budget", "40"]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=550)
+    done = program([*command, "--out", out], timeout_s=550)
     assert done.returncode == 0, done.stderr
     tuned = read_tuned(out)
     assert tuned.pair

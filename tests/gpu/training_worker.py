@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
@@ -30,11 +29,13 @@ from torch.distributed.rendezvous import rendezvous
 import counterpoint
 import counterpoint.torch_backend as backend
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path += [str(Path(__file__).parents[2] / "examples"), str(Path(__file__).parents[2])]
 import train_ddp
 import train_fsdp
 import train_moe
 import train_tp
+
+from tests.support.torch_training import drawn, pipelined
 
 STOCK = {"cuda": "nccl", "cpu": "gloo"}
 EVERYTHING = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 0)
@@ -95,32 +96,14 @@ def steps(model: nn.Module, batch: Tensor) -> list[float]:
     return losses
 
 
-def drawn(seed: int, *shape: int, device: torch.device) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
 def pipeline(schedule: str, device: torch.device, *, ours: bool) -> Losses:
     """The losses of two steps of a pipeline of torch, and the sum of this rank's gradients."""
     options = backend.BackendOptions(crossover_bytes=EVERYTHING)
     group: Any = dist.new_group(backend="counterpoint", pg_options=options) if ours else dist.group.WORLD
-    kind: Any = pipelining.schedules.get_schedule_class(schedule)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    one = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
-    last = size - 1 if one else 2 * size - 1
-    numbers = (rank,) if one else (rank, last - rank) if schedule.startswith("ZBV") else (rank, rank + size)
-    stages = []
-    for number in numbers:
-        torch.manual_seed(number)
-        module = nn.Linear(512, 512).to(device)
-        stages.append(pipelining.PipelineStage(module, number, last + 1, device, group=group))
-    runs = kind(stages[0] if one else stages, n_microbatches=2 * size, loss_fn=nn.functional.mse_loss)
-    batch, losses = drawn(1, 16 * size, 512, device=device), list[Tensor]()
-    for _ in range(2):
-        inputs = [batch] if 0 in numbers else []
-        runs.step(*inputs, target=batch if last in numbers else None, losses=losses if last in numbers else None)
-    sums = [p.grad.double().sum() for stage in stages for p in stage.submod.parameters() if p.grad is not None]
+    size = dist.get_world_size()
     found: list[Any] = [None] * size
-    dist.all_gather_object(found, [*map(float, losses), *map(float, sums)])
+    here = pipelined(group, schedule, width=512, rows=16 * size, microbatches=2 * size, device=device)
+    dist.all_gather_object(found, here)
     return [value for values in found for value in values], taken(group) if ours else 0
 
 

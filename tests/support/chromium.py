@@ -1,6 +1,5 @@
 """Headless Chromium over its debugging pipe: opens a page and reports all it complained about and asked for."""
 
-import base64
 import contextlib
 import json
 import os
@@ -90,9 +89,6 @@ class Chromium:
         if "exceptionDetails" in answer:
             raise RuntimeError(str(answer["exceptionDetails"]))
         return answer["result"].get("value")
-
-    def screenshot(self, page: Page, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", page, format="png")["data"]))
 
     def shown(self, page: Page, box: str, colour: str) -> tuple[int, float, float]:
         """How many pixels of the first canvas in `box` have a colour of page.css, and where the topmost is."""

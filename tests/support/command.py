@@ -52,7 +52,10 @@ def _printed() -> Iterator[tuple[io.TextIOWrapper, io.TextIOWrapper]]:
 
 def program(
     command: Sequence[object], *, folder: Path | None = None, variables: Mapping[str, str] | None = None,
+    timeout_s: float = HANG_S,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Run a command in a process of its own, in the folder, with the environment if that is given."""
-    words = [*map(str, command)]
-    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=HANG_S)
+    """Run a command in a session and a process of its own, in the folder, with the environment if that is given."""
+    return subprocess.run(
+        [*map(str, command)], cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=timeout_s,
+        start_new_session=True,
+    )  # fmt: skip

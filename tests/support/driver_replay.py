@@ -15,6 +15,7 @@ from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import AwaitEvent, Program, RecordEvent
 
 GAP = 64  # bytes between two buffers: an address that is off by a little belongs to nobody
+ROUNDS = 3
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -43,6 +44,11 @@ class Machine:
         for rank, program in enumerate(programs if early_release else ()):
             for pusher in program.pushers:  # it finds the output of `rank` free from the start
                 self.store(self.bases["output_flags", pusher] + 4 * rank, b"\1\0\0\0")
+        self.at_rest = self.flags()
+
+    def flags(self) -> bytes:
+        """Return all words of flags, of all ranks."""
+        return b"".join(self.memory[at].tobytes() for (name, _), at in self.bases.items() if name.endswith("_flags"))
 
     def allocate(self, num_bytes: int) -> int:
         address = self.next_address
@@ -128,6 +134,7 @@ class Machine:
                     while operation.kind == "wait" and self.word(operation.address) < operation.value:
                         yield False
                     if operation.kind == "write":
+                        assert not (operation.value and self.word(operation.address)), "a signal was lost"
                         self.store(operation.address, operation.value.to_bytes(4, "little"))
                     yield True
             case RecordEvent(event):
@@ -173,3 +180,33 @@ def expected(call: Call, number: int, rank: int) -> Bytes:
         start = 0 if call.operation in ("all_gather", "gather", "broadcast") else sum(call.sizes[source][:rank])
         blocks.append(inputs[source][start : start + size])
     return np.concatenate(blocks)
+
+
+def replayed(programs: tuple[Program, ...], *, seed: int, one_queue: bool = False, early: bool = False) -> bool:
+    """Run the programs in random order, `ROUNDS` times back to back; compare every output, and the flags at the end.
+
+    Return False: all is well.
+    """
+    machine, call = Machine(programs, early_release=early), programs[0].call
+
+    def begin(number: int, rank: int) -> None:
+        data = filled(call, number, rank)
+        if call.operation == "barrier" or (call.operation in ("broadcast", "scatter") and rank != call.root):
+            return
+        own = call.source_span(rank, rank)
+        offset = 0 if call.operation in ("all_reduce", "scatter") else own.offset if own.buffer == "output" else 0
+        machine.view(machine.bases[own.buffer, rank] + offset, len(data))[:] = data
+        if call.operation == "scatter" and call.own == "in_place":
+            machine.view(machine.bases["output", rank], own.num_bytes)[:] = data[own.offset :][: own.num_bytes]
+
+    def end(number: int, rank: int) -> None:
+        wanted = expected(call, number, rank)
+        have = machine.view(machine.bases["output", rank], len(wanted)).copy()
+        if call.own == "consumer" and not call.reduces:  # the own block is where it was
+            start = sum(call.sizes[source][rank] for source in range(rank))
+            have[start : start + call.sizes[rank][rank]] = wanted[start : start + call.sizes[rank][rank]]
+        assert np.array_equal(have, wanted), f"round {number}, rank {rank}, seed {seed}"
+
+    machine.run(ROUNDS, begin, end, seed=seed, one_queue=one_queue)
+    assert machine.flags() == machine.at_rest, "flags are not at rest"
+    return False

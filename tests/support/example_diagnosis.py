@@ -58,24 +58,14 @@ def collectives(rng: random.Random) -> tuple[Collective, ...]:
         }
         found.append(
             Collective(
-                op=op,
-                group="fsdp",
-                index=index,
-                bytes=436_224_000,
-                ranks=tuple(range(WORLD)),
-                last_rank=LATE,
-                start_us=start,
-                end_us=start + 2_900 + 1_180,
-                wait_us=waits,
-                transfer_us=1_180.0 * rng.uniform(0.97, 1.2),
-                algo_gb_per_s=369.7,
-                bus_gb_per_s=323.5 * rng.uniform(0.85, 1.0),
-                exposed_us=640.0 * rng.uniform(0.2, 2.2),
-                num_ctas=24,
+                op=op, group="fsdp", index=index, bytes=436_224_000, ranks=tuple(range(WORLD)), last_rank=LATE,
+                start_us=start, end_us=start + 2_900 + 1_180, wait_us=waits,
+                transfer_us=1_180.0 * rng.uniform(0.97, 1.2), algo_gb_per_s=369.7,
+                bus_gb_per_s=323.5 * rng.uniform(0.85, 1.0), exposed_us=640.0 * rng.uniform(0.2, 2.2), num_ctas=24,
                 joined_by="seq",
                 step=f"ProfilerStep#{step + 3}",
             )
-        )
+        )  # fmt: skip
     return tuple(found)
 
 
@@ -106,13 +96,11 @@ def lanes(spans: int = 6_000, world: int = WORLD) -> list[TimelineLane]:
         names = (GEMM, "void at::native::elementwise_kernel<4>", "flash_fwd_kernel", "void rms_norm<bf16>")
         found.append(
             TimelineLane(
-                rank=rank,
-                name="compute",
-                start_us=tuple(i * pitch for i in busy),
+                rank=rank, name="compute", start_us=tuple(i * pitch for i in busy),
                 duration_us=tuple(pitch * rng.uniform(0.6, 0.98) for _ in busy),
                 labels=tuple(names[i % 4] for i in busy),
             )
-        )
+        )  # fmt: skip
         comm = max(1, int(per_rank * 0.15))
         gap = STEP_US * STEPS / comm
         length = [gap * (0.4 if rank == LATE else 0.62) * rng.uniform(0.9, 1.1) for _ in range(comm)]
@@ -138,22 +126,16 @@ def training() -> Diagnosis:
     stall = "GPU ran dry for 6.4 ms while the main thread sat in aten::item (cudaStreamSynchronize) after layer 3"
     return Diagnosis(
         source=Source(format="kineto", files=tuple(f"fsdp2/rank{r}.json.gz" for r in range(WORLD)), events=318_204),
-        world_size=WORLD,
-        ranks=tuple(range(WORLD)),
-        missing_ranks=(),
-        gpu="NVIDIA H200",
+        world_size=WORLD, ranks=tuple(range(WORLD)), missing_ranks=(), gpu="NVIDIA H200",
         clock_offsets_us={str(r): 0.0 if r == 0 else -1.4 * r for r in range(WORLD)},
-        clock_uncertainty_us={str(r): 0.6 for r in range(WORLD)},
-        clock_drift_ppm={str(r): None for r in range(WORLD)},
+        clock_uncertainty_us={str(r): 0.6 for r in range(WORLD)}, clock_drift_ppm={str(r): None for r in range(WORLD)},
         verdict="62 % of communication is hidden; of the 17.1 ms that are not, 7.5 ms are spent waiting for rank 5, "
         "whose host stalls in aten::item.",
         notes=("Gradient norm ran on all ranks at once and was left out of the join.",),
         steps=tuple(
             StepTime(name=f"ProfilerStep#{s + 3}", start_us=s * STEP_US, duration_us=STEP_US) for s in range(STEPS)
         ),
-        totals=mean(ranks),
-        per_rank=tuple(ranks),
-        collectives=collectives(random.Random(7)),
+        totals=mean(ranks), per_rank=tuple(ranks), collectives=collectives(random.Random(7)),
         stragglers=(
             Straggler(
                 rank=LATE, delay_us=LATE_US * STEPS, times_last=44, cause="host_stall", evidence=stall,
@@ -164,11 +146,8 @@ def training() -> Diagnosis:
             kernel(GEMM, 1.61, 4_200.0, "tail_effect", (1, 2)),
             kernel("flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", 1.14, 1_100.0, "sm_contention", None),
             kernel(
-                "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>",
-                1.31,
-                700.0,
-                "bandwidth",
-                None,
+                "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>", 1.31, 700.0,
+                "bandwidth", None,
             ),
             kernel("void rms_norm<bf16>", 1.0, 0.0, "none", None),
         ),
@@ -187,19 +166,14 @@ def training() -> Diagnosis:
                 start_us=120_000.0, end_us=134_000.0,
             ),
             Finding(
-                kind="exposed_comm",
-                cost_us=1_900.0,
-                severity="low",
+                kind="exposed_comm", cost_us=1_900.0, severity="low",
                 title="The first all_gather of the step hides behind nothing",
                 evidence="all_gather #0 of fsdp, 1.9 ms, no compute runs on any rank.",
                 advice="Prefetch it at the end of the previous step: module.unshard(async_op=True).",
             ),
         ),
         replay=Replay(
-            measured_us=STEP_US,
-            replayed_us=91_300.0,
-            error=0.0077,
-            steps=STEPS,
+            measured_us=STEP_US, replayed_us=91_300.0, error=0.0077, steps=STEPS,
             what_if=(
                 WhatIfStep(name="no straggler", step_us=85_000.0),
                 WhatIfStep(name="no contention", step_us=87_100.0),
@@ -247,9 +221,6 @@ def of_256_ranks() -> Diagnosis:
     accounts = [change(account(rank % 8, late=rank == LATE_OF_MANY), rank=rank) for rank in range(MANY)]
     accounts[LATE_OF_MANY] = change(accounts[LATE_OF_MANY], compute_us=1.2 * accounts[LATE_OF_MANY].compute_us)
     return change(
-        base,
-        per_rank=tuple(accounts),
-        ranks=tuple(range(MANY)),
-        world_size=MANY,
+        base, per_rank=tuple(accounts), ranks=tuple(range(MANY)), world_size=MANY,
         stragglers=(change(base.stragglers[0], rank=LATE_OF_MANY),),
-    )
+    )  # fmt: skip

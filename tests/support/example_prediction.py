@@ -19,31 +19,16 @@ HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
 
 def bare() -> Prediction:
     return Prediction(
-        model="small",
-        gpu="H100",
-        gpus=16,
-        step_us=10_000.0,
+        model="small", gpu="H100", gpus=16, step_us=10_000.0,
         parts=(
             TimePart(name="matmul", us=7_000.0, means="matrix products"),
             TimePart(name="gradients", us=3_000.0, means="exposed: gradients between replicas"),
         ),
-        comm=(TimePart(name="gradients", us=5_000.0, means="replicas"),),
-        exposed_comm_us=3_000.0,
-        comm_to_compute=5 / 7,
-        serial_us=12_000.0,
-        ideal_us=7_000.0,
-        micro_batches=2,
-        tokens_per_s=1e6,
-        model_tflops=400.0,
-        mfu=0.4,
-        memory={"parameters": 20.0, "activations": 10.0},
-        memory_available_gib=80.0,
-        fits=True,
-        verdict="fits: 30.0 of 80 GiB",
-        validated="not validated",
-        notes=("figures: made up",),
-        job={},
-    )
+        comm=(TimePart(name="gradients", us=5_000.0, means="replicas"),), exposed_comm_us=3_000.0,
+        comm_to_compute=5 / 7, serial_us=12_000.0, ideal_us=7_000.0, micro_batches=2, tokens_per_s=1e6,
+        model_tflops=400.0, mfu=0.4, memory={"parameters": 20.0, "activations": 10.0}, memory_available_gib=80.0,
+        fits=True, verdict="fits: 30.0 of 80 GiB", validated="not validated", notes=("figures: made up",), job={},
+    )  # fmt: skip
 
 
 def usual() -> Prediction:
@@ -74,13 +59,10 @@ def usual() -> Prediction:
     )  # fmt: skip
     return msgspec.structs.replace(
         bare(),
-        timeline=bars,
-        curves=(Curve(name="nodes", points=points),),
+        timeline=bars, curves=(Curve(name="nodes", points=points),),
         sensitivities=(PlanOutcome(label="NVLink, twice", step_us=9e3),),
-        search=SearchResult(considered=9, priced=4, too_large=3, impossible=2, choices=choices),
-        asked={"nodes": "2"},
-        fits_probability=0.97,
-        fits_source="200 configurations of papers",
+        search=SearchResult(considered=9, priced=4, too_large=3, impossible=2, choices=choices), asked={"nodes": "2"},
+        fits_probability=0.97, fits_source="200 configurations of papers",
         interval=StepInterval(
             level=0.8, seen=0.81, low_us=9.6e3, usual_us=1.02e4, high_us=1.12e4, rows=60, sources=("one", "two"),
             alike=1.4, slowest_us=100.0,

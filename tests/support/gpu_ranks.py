@@ -20,6 +20,8 @@ import pytest
 import counterpoint
 from counterpoint.rehearsed import rank_variables, visible_devices
 
+Seen = list[dict[str, dict[str, str]]]
+"""For each rank, by scenario, what came of each case."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
@@ -72,14 +74,9 @@ class Ended:
 
 
 def run_ranks(
-    worker: Path,
-    *arguments: str | Path,
-    folder: Path,
-    world_size: int,
-    timeout_s: float,
-    paths: Sequence[Path] = (),
+    worker: Path, *arguments: str | Path, folder: Path, world_size: int, timeout_s: float, paths: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
-) -> Ended:
+) -> Ended:  # fmt: skip
     """Runs `worker` with RANK, LOCAL_RANK and WORLD_SIZE set; fails the test if a rank has not ended in time."""
     found = [Path(counterpoint.__file__).parents[1], *paths]
     shared = os.environ | NO_MULTICAST | dict(environment or {})
@@ -114,13 +111,9 @@ def own_gpu() -> Any:
 
 
 def run_scenarios(
-    folder: Path,
-    scenarios: Mapping[str, Callable[[], dict[str, str]]],
-    *,
-    by_default: bool = False,
-    with_nccl: bool = True,
-    each_s: float | None = None,
-) -> None:
+    folder: Path, scenarios: Mapping[str, Callable[[], dict[str, str]]], *, by_default: bool = False,
+    with_nccl: bool = True, each_s: float | None = None,
+) -> None:  # fmt: skip
     """Runs all scenarios of a worker, on ranks by `run_ranks`; one that takes longer than `each_s` ends the process."""
     import torch
     import torch.distributed as dist
@@ -151,19 +144,14 @@ def run_scenarios(
 
 
 def scenario_results(
-    worker: Path,
-    folder: Path,
-    *arguments: str,
-    timeout_s: float,
-    paths: Sequence[Path] = (),
-    environment: Mapping[str, str] | None = None,
-    killed: int | None = None,
-) -> list[dict[str, dict[str, str]]]:
+    worker: Path, folder: Path, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None,
+    killed: int | None = None, multiple_of: int = 1,
+) -> Seen:  # fmt: skip
     """Returns what the scenarios of a worker found, by rank; rank `killed` has to end by SIGKILL and is left out."""
-    world_size, root = world_size_here(), Path(__file__).parents[2]
+    world_size, root = world_size_here() // multiple_of * multiple_of, Path(__file__).parents[2]
     ended = run_ranks(
-        worker, folder, *arguments, folder=folder, world_size=world_size, timeout_s=timeout_s, paths=[root, *paths],
-        environment=environment,
+        worker, folder, *arguments, folder=folder, world_size=world_size, timeout_s=timeout_s,
+        paths=[root, root / "benchmarks"], environment=environment,
     )  # fmt: skip
     if killed is None:
         ended.well()
@@ -171,3 +159,8 @@ def scenario_results(
     print(ended.logs[0])
     kind, lived = dict[str, dict[str, str]], [rank for rank in range(world_size) if rank != killed]
     return [msgspec.json.decode((folder / f"found{rank}.json").read_bytes(), type=kind) for rank in lived]
+
+
+def of(seen: Seen, scenario: str, what: str) -> set[str]:
+    """Return what all ranks found."""
+    return {rank[scenario][what] for rank in seen}

@@ -153,12 +153,9 @@ def spelt_as_in_2020(events: Iterable[Event]) -> list[Event]:
 
 
 def text(
-    events: Sequence[Event],
-    head: Mapping[str, Any] | None = None,
-    *,
-    layout: str = "compact",
+    events: Sequence[Event], head: Mapping[str, Any] | None = None, *, layout: str = "compact",
     events_first: bool = False,
-) -> bytes:
+) -> bytes:  # fmt: skip
     """The trace as a profiler would write it: one of LAYOUTS, with its header before or after the events.
 
     compact: no white space; pretty: indented; kineto: as PyTorch writes it; lines: one event a line; array: the bare

@@ -123,6 +123,41 @@ INVARIANTS |= {
 }
 
 
+LESS = (4.0, 2.0, 1.0, 0.7, 0.1)
+
+
+def _later(more_us: float) -> Callable[[Level], dict[str, Any]]:
+    return lambda level: {"latency_us": level.latency_us + more_us}
+
+
+def _with_peaks(job: Job, factor: float) -> Job:
+    return with_gpu(job, tflops={name: peak * factor for name, peak in job.cluster.gpu.tflops.items()})
+
+
+def _with_memory_rate(job: Job, factor: float) -> Job:
+    return with_gpu(job, memory_gb_per_s=job.cluster.gpu.memory_gb_per_s * factor)
+
+
+_NEVER_FASTER: dict[str, tuple[Callable[[Job, float], Job], Sequence[float]]] = {
+    "less_bandwidth_between_nodes": (lambda job, f: with_levels(job, times("gb_per_s", f, between_nodes=True)), LESS),
+    "less_bandwidth_inside_nodes": (lambda job, f: with_levels(job, times("gb_per_s", f, between_nodes=False)), LESS),
+    "more_latency": (lambda job, us: with_levels(job, _later(us)), (0.0, 0.5, 5.0, 500.0)),
+    "more_oversubscription": (lambda job, f: with_levels(job, times("oversubscription", f)), (1.0, 2.0, 7.0)),
+    "fewer_flops_per_second": (_with_peaks, LESS),
+    "less_memory_bandwidth": (_with_memory_rate, LESS),
+}
+
+
+def _never_faster(job: Job, change: Callable[[Job, float], Job], values: Sequence[float]) -> None:
+    rising(*(us(change(job, value)) for value in values))
+
+
+INVARIANTS |= {
+    f"{name}_is_never_faster": partial(_never_faster, change=change, values=values)
+    for name, (change, values) in _NEVER_FASTER.items()
+}
+
+
 @invariant
 def every_number_is_finite_and_none_is_negative(job: Job) -> None:
     found = msgspec.to_builtins(answer(job))
@@ -165,45 +200,6 @@ def flops_are_those_of_the_model(job: Job) -> None:
 def tokens_are_those_of_the_batch(job: Job) -> None:
     step = predict_step(job)
     assert math.isclose(step.tokens_per_s * step.step_us / 1e6, job.training.sequence * job.training.global_batch)
-
-
-@invariant
-def less_bandwidth_between_nodes_is_never_faster(job: Job) -> None:
-    rising(
-        *(us(with_levels(job, times("gb_per_s", factor, between_nodes=True))) for factor in (4.0, 2.0, 1.0, 0.7, 0.1))
-    )
-
-
-@invariant
-def less_bandwidth_inside_nodes_is_never_faster(job: Job) -> None:
-    rising(
-        *(us(with_levels(job, times("gb_per_s", factor, between_nodes=False))) for factor in (4.0, 2.0, 1.0, 0.7, 0.1))
-    )
-
-
-@invariant
-def more_latency_is_never_faster(job: Job) -> None:
-    def later(more_us: float) -> Job:
-        return with_levels(job, lambda level: {"latency_us": level.latency_us + more_us})
-
-    rising(*(us(later(more_us)) for more_us in (0.0, 0.5, 5.0, 500.0)))
-
-
-@invariant
-def more_oversubscription_is_never_faster(job: Job) -> None:
-    rising(*(us(with_levels(job, times("oversubscription", factor))) for factor in (1.0, 2.0, 7.0)))
-
-
-@invariant
-def fewer_flops_per_second_are_never_faster(job: Job) -> None:
-    peaks = job.cluster.gpu.tflops
-    rising(*(us(with_gpu(job, tflops={name: peak * f for name, peak in peaks.items()})) for f in (4, 2, 1, 0.7, 0.1)))
-
-
-@invariant
-def less_memory_bandwidth_is_never_faster(job: Job) -> None:
-    rate = job.cluster.gpu.memory_gb_per_s
-    rising(*(us(with_gpu(job, memory_gb_per_s=rate * f)) for f in (4, 2, 1, 0.7, 0.1)))
 
 
 @invariant

@@ -52,37 +52,25 @@ def _model(draw: Random) -> dict[str, Any]:
     options = {
         "kv_heads": draw.choice([1, heads // 4, heads]),
         "ffn": draw.choice([model["hidden"], 3 * model["hidden"], 8 * model["hidden"], 1000, 11008]),
-        "gated": draw.random() < 0.6,
-        "tied": draw.random() < 0.3,
-        "dropout": draw.random() < 0.3,
-        "causal": draw.random() < 0.8,
-        "head_dim": draw.choice([32, 80, 256]),
-        "qk_norm": draw.random() < 0.3,
-        "bias": draw.choice(["none", "qkv", "all"]),
-        "norms": draw.choice([2, 4]),
-    }
+        "gated": draw.random() < 0.6, "tied": draw.random() < 0.3, "dropout": draw.random() < 0.3,
+        "causal": draw.random() < 0.8, "head_dim": draw.choice([32, 80, 256]), "qk_norm": draw.random() < 0.3,
+        "bias": draw.choice(["none", "qkv", "all"]), "norms": draw.choice([2, 4]),
+    }  # fmt: skip
     model |= {name: value for name, value in options.items() if draw.random() < 0.6}
     if model.get("causal", True) and draw.random() < 0.1:
         model |= {"window": draw.choice([128, 4096]), "full_every": draw.choice([1, 2])}
     if draw.random() < 0.1:
         model = {name: value for name, value in model.items() if name not in ("kv_heads", "head_dim")}
         model["mla"] = {
-            "q_lora_rank": 512,
-            "kv_lora_rank": 256,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 32,
-            "v_head_dim": 64,
-        }
+            "q_lora_rank": 512, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+        }  # fmt: skip
         model["mtp"] = draw.choice([0, 1])
     if draw.random() < 0.3:
         model["experts"] = {
-            "count": draw.choice([4, 8, 64]),
-            "per_token": draw.choice([1, 2, 4]),
-            "width": draw.choice([100, 256, 1408, 8192]),
-            "shared": draw.choice([0, 0, 1]),
-            "every": draw.choice([1, 1, 2]),
-            "imbalance": draw.choice([1.0, 1.0, 1.3]),
-        }
+            "count": draw.choice([4, 8, 64]), "per_token": draw.choice([1, 2, 4]),
+            "width": draw.choice([100, 256, 1408, 8192]), "shared": draw.choice([0, 0, 1]),
+            "every": draw.choice([1, 1, 2]), "imbalance": draw.choice([1.0, 1.0, 1.3]),
+        }  # fmt: skip
     return model
 
 
@@ -90,17 +78,12 @@ def _parallel(draw: Random) -> dict[str, Any]:
     pp = draw.choice([1, 1, 2, 4])
     virtual = draw.choice([1, 2]) if pp > 1 else 1
     parallel: dict[str, Any] = {
-        "dp": draw.choice([1, 2, 4, 16, 64]),
-        "tp": draw.choice([1, 1, 2, 4, 8]),
-        "pp": pp,
-        "cp": draw.choice([1, 1, 1, 2, 4]),
-        "ep": draw.choice([1, 1, 2, 4]),
-        "virtual": virtual,
+        "dp": draw.choice([1, 2, 4, 16, 64]), "tp": draw.choice([1, 1, 2, 4, 8]), "pp": pp,
+        "cp": draw.choice([1, 1, 1, 2, 4]), "ep": draw.choice([1, 1, 2, 4]), "virtual": virtual,
         "schedule": "interleaved" if virtual > 1 else draw.choice(["gpipe", "1f1b", "zero_bubble"]),
-        "zero": draw.choice([0, 1, 2, 3]),
-        "bucket_bytes": draw.choice([1 << 20, 25 << 20, 1 << 30]),
+        "zero": draw.choice([0, 1, 2, 3]), "bucket_bytes": draw.choice([1 << 20, 25 << 20, 1 << 30]),
         "prefetch": draw.choice([1, 2]),
-    }
+    }  # fmt: skip
     flags = ("sequence", "reshard_after_forward", "overlap_tp", "overlap_dp", "overlap_pp")
     return parallel | {name: draw.random() < 0.7 for name in flags}
 
@@ -116,22 +99,16 @@ def _expert_exchange(draw: Random) -> dict[str, Any]:
 def _training(draw: Random, dp: int, pp: int) -> dict[str, Any]:
     micro = draw.choice([1, 1, 2, 4])
     return {
-        "sequence": draw.choice([128, 1000, 1024, 2048, 8192, 131072]),
-        "micro_batch": micro,
+        "sequence": draw.choice([128, 1000, 1024, 2048, 8192, 131072]), "micro_batch": micro,
         "global_batch": dp * micro * pp * draw.choice([1, 2, 8, 40]),
         "precision": draw.choice(["bf16", "bf16", "fp16", "fp32", "fp8"]),
         "recompute": draw.choice(["none", "selective", "full"]),
-        "optimizer": draw.choice(["adam", "adam", "adam8bit", "sgd"]),
-        "grad_bytes": draw.choice([2, 4]),
-        "flash_attention": draw.random() < 0.7,
-        "fused_kernels": draw.random() < 0.6,
-        "fused_accumulation": draw.random() < 0.6,
-        "fused_norms": draw.random() < 0.6,
-        "cuda_graphs": draw.random() < 0.3,
-        "fp8_scaling": draw.choice(["delayed", "tensorwise", "blockwise", "mxfp8"]),
-        "fp8_attention": draw.random() < 0.3,
-        "flash_version": draw.choice([1, 2, 3]),
-    }
+        "optimizer": draw.choice(["adam", "adam", "adam8bit", "sgd"]), "grad_bytes": draw.choice([2, 4]),
+        "flash_attention": draw.random() < 0.7, "fused_kernels": draw.random() < 0.6,
+        "fused_accumulation": draw.random() < 0.6, "fused_norms": draw.random() < 0.6,
+        "cuda_graphs": draw.random() < 0.3, "fp8_scaling": draw.choice(["delayed", "tensorwise", "blockwise", "mxfp8"]),
+        "fp8_attention": draw.random() < 0.3, "flash_version": draw.choice([1, 2, 3]),
+    }  # fmt: skip
 
 
 def _cluster(draw: Random, ranks: int) -> dict[str, Any]:

@@ -6,12 +6,16 @@ All are forked from one process that has imported torch already, so that a rank 
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import pytest
 
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.processes import reserved_port
@@ -19,7 +23,9 @@ from tests.support.command import HANG_S
 
 TIMEOUT_S = 900.0  # of communicators and groups that nobody waits for in vain: a busy machine needs less
 SOON_S = 300.0  # told by a watchdog or a peer, not by a time-out
-PATIENT = CommunicatorOptions(timeout_s=TIMEOUT_S)
+patient = partial(CommunicatorOptions, timeout_s=TIMEOUT_S)
+PATIENT = patient()
+Program = Callable[..., Any]
 Answer = tuple[bool, Any] | None  # whether the program ended well, and what it gave or why not; None: the rank died
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([
@@ -48,7 +54,7 @@ class Ranks:
             self.pipes.append(here)
             self.processes.append(process)
 
-    def run(self, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(self, program: Program, *arguments: Any) -> list[Any]:
         """Return what the program gave on each rank."""
         try:
             answers = self.answers(program, arguments)
@@ -60,7 +66,7 @@ class Ranks:
             self.start()  # for the tests that come after
             raise
 
-    def answers(self, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
+    def answers(self, program: Program, arguments: tuple[Any, ...]) -> list[Answer]:
         """Return what each rank gave; None for one that died."""
         for pipe in self.pipes:
             pipe.send((program, arguments))
@@ -86,7 +92,7 @@ class Ranks:
         self.reserved.close()
 
 
-def run_once(world_size: int, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_once(world_size: int, program: Program, *arguments: Any) -> list[Any]:
     """Return what `program` gave on each rank of a new gloo group; of a rank that was killed, its exit code."""
 
     ranks = Ranks(world_size)
@@ -103,6 +109,19 @@ def run_once(world_size: int, program: Callable[..., Any], *arguments: Any) -> l
         ranks.close()
 
 
+def finding(found: dict[str, tuple[int, Program, tuple[Any, ...], Any]]) -> Any:
+    """Return a test of rows: the number of ranks, the program that they run, its arguments, and what each gives."""
+
+    @pytest.mark.parametrize(("world_size", "program", "arguments", "wanted"), found.values(), ids=found)
+    def test(
+        request: pytest.FixtureRequest, world_size: int, program: Program, arguments: tuple[Any, ...], wanted: Any
+    ) -> None:
+        ranks: Ranks = request.getfixturevalue(f"{('two', 'three', 'four')[world_size - 2]}_ranks")
+        assert ranks.run(program, *arguments) == [wanted] * world_size
+
+    return test
+
+
 def _received(pipe: Connection) -> Answer:
     try:
         answer: Answer = pipe.recv()
@@ -111,13 +130,19 @@ def _received(pipe: Connection) -> Answer:
     return answer
 
 
-def error_of(call: Callable[[], object]) -> str:
-    """Return the kind and the text of the error that a call raises, or "nothing"."""
+def said(call: Callable[[], object]) -> tuple[str, tuple[int, ...], float]:
+    """Return the kind and the text of the error that a call raises, or "", the ranks that it names, and the seconds."""
+    begun = time.monotonic()
     try:
         call()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+        return f"{type(error).__name__}: {error}", getattr(error, "ranks", ()), time.monotonic() - begun
+    return "", (), time.monotonic() - begun
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the kind and the text of the error that a call raises, or "nothing"."""
+    return said(call)[0] or "nothing"
 
 
 def end_operations(_: object = None) -> None:

@@ -92,13 +92,9 @@ def _refusing(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[A
 
 
 NUM_RESULTS = {
-    "cuEventCreate": 1,
-    "cuGraphInstantiate": 1,
-    "cuStreamCreateWithPriority": 1,
-    "cuStreamEndCapture": 1,
-    "cuStreamGetCaptureInfo": 5,
-    "cuStreamIsCapturing": 1,
-}
+    "cuEventCreate": 1, "cuGraphInstantiate": 1, "cuStreamCreateWithPriority": 1, "cuStreamEndCapture": 1,
+    "cuStreamGetCaptureInfo": 5, "cuStreamIsCapturing": 1,
+}  # fmt: skip
 
 
 class SoftwareDriver:

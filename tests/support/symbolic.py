@@ -229,13 +229,10 @@ def out_of_bounds(access: Access, programs: Sequence[Program]) -> str | None:
     """Return why `access` is not within a buffer of this call; None if it is."""
     program, span = programs[access.rank], access.span
     size = {
-        "input": program.call.input_bytes(access.rank),
-        "output": program.call.output_bytes(access.rank),
-        "staging": program.staging_bytes,
-        "mailbox": program.mailbox_bytes,
-        "scratch": program.scratch_bytes,
+        "input": program.call.input_bytes(access.rank), "output": program.call.output_bytes(access.rank),
+        "staging": program.staging_bytes, "mailbox": program.mailbox_bytes, "scratch": program.scratch_bytes,
         "network": program.reduced_bytes("network"),
-    }[span.buffer]
+    }[span.buffer]  # fmt: skip
     if span.offset >= 0 and span.offset + span.num_bytes <= size:
         return None
     end = span.offset + span.num_bytes

@@ -17,10 +17,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from counterpoint.parallel.expert import layers
+from counterpoint.parallel.expert import layers, slabs
 from counterpoint.parallel.expert import permute as module
 from counterpoint.parallel.expert.layers import swiglu
 from counterpoint.parallel.expert.permute import Assignment, assign, combine, narrowed, permute, weight_grads
+from counterpoint.parallel.expert.token_mechanism import ExpertLayout
 from tests.support.routing import routing
 
 
@@ -38,6 +39,9 @@ class Case:
     dtype: str = "float32"
     weighted: bool = False
     ids: str = "int64"
+    rank: int = 0  # whose choices are packed, from place `first` on, into `room` for each rank
+    first: int = 5
+    room: int = 9
 
     def __post_init__(self) -> None:
         self.dice = torch.Generator().manual_seed(self.tokens)
@@ -164,7 +168,24 @@ def narrows(case: Case) -> str:
     return differing({"values": (got_values, values), "scales": (got_scales, scales)})
 
 
+def packs(case: Case) -> str:
+    """Rows by rank, for slabs; where tokens are weighted, they have a scale each."""
+    weights = torch.rand(case.tokens, case.top_k, generator=case.dice)
+    scales = torch.rand(case.tokens, 1, generator=case.dice) if case.weighted else None
+    layout = ExpertLayout(
+        rank=case.rank, world_size=case.ranks, experts=case.experts * case.ranks, top_k=case.top_k,
+        max_tokens=max(1, case.tokens), hidden=8,
+    )  # fmt: skip
+    results = []
+    for kernels in (False, True):
+        with patch.multiple(slabs, on_gpu=lambda tensor, k=kernels: k, CHOICES=16):
+            made = slabs.pack(case.chosen.contiguous(), weights, scales, layout, first=case.first, room=case.room)
+        results.append({name: value for name, value in vars(made).items() if isinstance(value, Tensor)})
+    wanted, got = results
+    return differing({name: (got[name], wanted[name]) for name in wanted})
+
+
 if __name__ == "__main__":
-    every = (assigns, moves, widens, spares, activates, narrows)
+    every = (assigns, moves, widens, spares, activates, narrows, packs)
     runs = {each.__name__: each for each in every}
     json.dump([runs[case["run"]](Case(**case)) for case in json.load(sys.stdin)], sys.stdout)

@@ -13,6 +13,7 @@ from tests.support.triton_script import ran
 
 HERE = Path(__file__).parent
 
+PACKS: dict[str, Any] = {"run": "packs", "ids": "int32", "experts": 2, "tokens": 23}
 INTERPRETED: list[dict[str, Any]] = [
     *({"run": "assigns", "kind": kind, "pad": pad, "capacity": capacity}
       for kind in ROUTINGS for pad in (1, 16) for capacity in (None, 0, 16)),
@@ -39,6 +40,11 @@ INTERPRETED: list[dict[str, Any]] = [
     *({"run": "narrows", "dtype": dtype, "hidden": hidden}
       for dtype in ("float32", "bfloat16") for hidden in (1, 40, 300)),
     {"run": "narrows", "tokens": 0},
+    *(PACKS | {"kind": kind, "rank": rank, "ranks": ranks} for kind in ROUTINGS for rank, ranks in ((0, 2), (2, 3))),
+    PACKS | {"kind": "random", "rank": 1, "ranks": 4, "weighted": True, "first": 1, "room": 69},
+    PACKS | {"kind": "random", "rank": 0, "ranks": 1, "experts": 4, "weighted": True, "first": 69, "room": 69},
+    PACKS | {"kind": "distinct", "rank": 7, "ranks": 8, "experts": 1, "top_k": 8, "tokens": 40},
+    PACKS | {"kind": "random", "rank": 1, "ranks": 2, "tokens": 0},
 ]  # fmt: skip
 
 QWEN3: dict[str, Any] = {"hidden": 2048, "ffn": 768, "top_k": 8, "experts": 64, "weighted": True, "pad": 1}

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,35 +21,7 @@ from counterpoint.collectives.program.operations import all_gather, all_reduce, 
 from counterpoint.collectives.program.steps import AwaitEvent, Batch, Flag, Program, RecordEvent, Signal, Tuning, Wait
 from counterpoint.errors import Misconfigured
 from tests.support.cases import NAMES, case
-from tests.support.driver_replay import Deadlock, Machine, expected, filled
-
-ROUNDS = 3
-
-
-def replayed(programs: tuple[Program, ...], *, seed: int, one_queue: bool = False, early: bool = False) -> bool:
-    """Run the programs in random order, `ROUNDS` times back to back, and compare every output; False: all is well."""
-    machine, call = Machine(programs, early_release=early), programs[0].call
-
-    def begin(number: int, rank: int) -> None:
-        data = filled(call, number, rank)
-        if call.operation == "barrier" or (call.operation in ("broadcast", "scatter") and rank != call.root):
-            return
-        own = call.source_span(rank, rank)
-        offset = 0 if call.operation in ("all_reduce", "scatter") else own.offset if own.buffer == "output" else 0
-        machine.view(machine.bases[own.buffer, rank] + offset, len(data))[:] = data
-        if call.operation == "scatter" and call.own == "in_place":
-            machine.view(machine.bases["output", rank], own.num_bytes)[:] = data[own.offset :][: own.num_bytes]
-
-    def end(number: int, rank: int) -> None:
-        wanted = expected(call, number, rank)
-        have = machine.view(machine.bases["output", rank], len(wanted)).copy()
-        if call.own == "consumer" and not call.reduces:  # the own block is where it was
-            start = sum(call.sizes[source][rank] for source in range(rank))
-            have[start : start + call.sizes[rank][rank]] = wanted[start : start + call.sizes[rank][rank]]
-        assert np.array_equal(have, wanted), f"round {number}, rank {rank}, seed {seed}"
-
-    machine.run(ROUNDS, begin, end, seed=seed, one_queue=one_queue)
-    return False
+from tests.support.driver_replay import Deadlock, Machine, replayed
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

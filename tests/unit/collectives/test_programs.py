@@ -23,7 +23,7 @@ from counterpoint.collectives.program.steps import (
 )
 from counterpoint.errors import Misconfigured
 from tests.support.cases import NAMES, case
-from tests.support.interpreter import Group, reference
+from tests.support.driver_replay import replayed
 
 SIZES = st.one_of(st.integers(0, 5), st.integers(0, 70))
 OWN: st.SearchStrategy[Literal["copy", "consumer"]] = st.sampled_from(["copy", "consumer"])
@@ -63,33 +63,11 @@ def any_call(draw: st.DrawFn) -> Call:
     return operations.barrier(world_size)
 
 
-def without_own(call: Call, rank: int, output: bytes) -> bytes:
-    """The output, less the block that the consumer takes from input."""
-    if call.reduces or call.own != "consumer":
-        return output
-    own = call.target_span(rank, rank)
-    return output[: own.offset] + output[own.offset + own.num_bytes :]
-
-
 @settings(max_examples=300, deadline=None)
 @given(call=any_call(), tuning=TUNINGS, seed=st.integers(0, 1 << 16))
 def test_every_byte_arrives_where_torch_puts_it(call: Call, tuning: Tuning, seed: int) -> None:
-    group, ranks = Group(call.world_size, seed), range(call.world_size)
-    for _ in range(2):
-        inputs = [group.random.randbytes(call.input_bytes(rank)) for rank in ranks]
-        outputs = group.call(plan_all(call, tuning), inputs)
-        wanted = reference(call, inputs)
-        assert [without_own(call, rank, outputs[rank]) for rank in ranks] == [
-            without_own(call, rank, wanted[rank]) for rank in ranks
-        ]
-
-
-@settings(max_examples=100, deadline=None)
-@given(call=any_call(), tuning=TUNINGS, seed=st.integers(0, 1 << 16))
-def test_flags_are_at_rest_afterwards(call: Call, tuning: Tuning, seed: int) -> None:
-    group = Group(call.world_size, seed)
-    group.call(plan_all(call, tuning), [bytes(call.input_bytes(rank)) for rank in range(call.world_size)])
-    assert group.words == group.at_rest
+    """In calls that come back to back, after which flags are at rest."""
+    replayed(plan_all(call, tuning), seed=seed)
 
 
 @given(call=any_call(), tuning=TUNINGS)
