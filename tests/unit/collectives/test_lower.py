@@ -195,9 +195,6 @@ def test_flags_have_to_be_aligned() -> None:
 def _addresses(world_size: int) -> Addresses:
     ranks = range(1, world_size + 1)
     return Addresses(
-        input=1 << 30,
-        output=tuple(rank << 32 for rank in ranks),
-        staging=tuple(rank << 40 for rank in ranks),
-        output_flags=tuple(rank << 48 for rank in ranks),
-        staging_flags=tuple(rank << 52 for rank in ranks),
-    )
+        input=1 << 30, output=tuple(rank << 32 for rank in ranks), staging=tuple(rank << 40 for rank in ranks),
+        output_flags=tuple(rank << 48 for rank in ranks), staging_flags=tuple(rank << 52 for rank in ranks),
+    )  # fmt: skip

@@ -29,13 +29,10 @@ SIZES = st.one_of(st.integers(0, 5), st.integers(0, 70))
 OWN: st.SearchStrategy[Literal["copy", "consumer"]] = st.sampled_from(["copy", "consumer"])
 ANY_OWN: st.SearchStrategy[Own] = st.sampled_from(["in_place", "copy", "consumer"])
 TUNINGS = st.builds(
-    Tuning,
-    chunk_bytes=st.sampled_from([None, 16, 32]),
-    arrivals=st.sampled_from(["each", "together"]),
-    last_bytes=st.sampled_from([None, 16, 32]),
-    relay_bytes=st.sampled_from([0, 40]),
+    Tuning, chunk_bytes=st.sampled_from([None, 16, 32]), arrivals=st.sampled_from(["each", "together"]),
+    last_bytes=st.sampled_from([None, 16, 32]), relay_bytes=st.sampled_from([0, 40]),
     turn_bytes=st.sampled_from([None, 1, 20]),
-)
+)  # fmt: skip
 
 
 @st.composite

@@ -21,15 +21,10 @@ QWEN = ExpertExchange(ranks=2, top_k=8, experts=128, tokens=8192, hidden=2048)
 MIXTRAL = ExpertExchange(ranks=8, top_k=2, experts=8, tokens=8192, hidden=4096)
 DEEPSEEK = ExpertExchange(ranks=8, top_k=8, experts=256, tokens=4096, hidden=7168)
 EXCHANGES = st.builds(
-    ExpertExchange,
-    ranks=st.sampled_from((2, 4, 8)),
-    top_k=st.integers(1, 8),
-    experts=st.just(64),
-    tokens=st.integers(0, 20_000),
-    hidden=st.sampled_from((512, 2048, 7168)),
-    beside_us=st.floats(0, 20_000),
+    ExpertExchange, ranks=st.sampled_from((2, 4, 8)), top_k=st.integers(1, 8), experts=st.just(64),
+    tokens=st.integers(0, 20_000), hidden=st.sampled_from((512, 2048, 7168)), beside_us=st.floats(0, 20_000),
     imbalance=st.floats(1, 2),
-)
+)  # fmt: skip
 
 
 def alone_us(layer: ExpertExchange, mechanism: ExchangeMechanism) -> float:

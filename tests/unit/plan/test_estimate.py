@@ -17,12 +17,9 @@ from counterpoint.plan.network.network import OPERATIONS, Network, Protocol, lev
 
 H100 = find_gpu("H100")
 PLAIN = Protocol(
-    name="plain",
-    base_us=5.0,
-    hop_us={"nvlink": 1.0, "network": 3.0},
-    efficiency={"nvlink": 1.0, "network": 1.0},
+    name="plain", base_us=5.0, hop_us={"nvlink": 1.0, "network": 3.0}, efficiency={"nvlink": 1.0, "network": 1.0},
     source="made up",
-)
+)  # fmt: skip
 operations = st.sampled_from(OPERATIONS)
 sizes = st.floats(1.0, 1e12)
 strides = st.sampled_from([1, 2, 8, 16, 64])
@@ -83,15 +80,9 @@ def test_more_bytes_never_take_less(operation: str, ranks: int, stride: int, siz
     which=st.integers(0, 4),
 )
 def test_more_bandwidth_never_takes_longer(
-    operation: str,
-    ranks: int,
-    stride: int,
-    size: float,
-    where: tuple[str, str],
-    scales: list[float],
-    factor: float,
+    operation: str, ranks: int, stride: int, size: float, where: tuple[str, str], scales: list[float], factor: float,
     which: int,
-) -> None:
+) -> None:  # fmt: skip
     base, group = network(*where), Group(ranks=ranks, stride=stride)
     slow = with_rates(base, scales)
     fast = with_rates(base, [rate * (factor if which in (level, 4) else 1.0) for level, rate in enumerate(scales)])
@@ -289,15 +280,8 @@ def test_explain_names_every_figure() -> None:
     found = estimate("all_reduce", 1 << 30, Group(ranks=128), ROCE)
     text = found.explain()
     wanted = (
-        f"{found.us:.1f} µs",
-        found.algorithm,
-        found.protocol,
-        "rack: ",
-        "hops",
-        "GB/s",
-        "tuning.cc",
-        "not validated",
-    )
+        f"{found.us:.1f} µs", found.algorithm, found.protocol, "rack: ", "hops", "GB/s", "tuning.cc", "not validated",
+    )  # fmt: skip
     assert [word for word in wanted if word not in text] == []
 
 

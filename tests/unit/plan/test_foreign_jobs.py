@@ -235,10 +235,7 @@ make_vocab_size_divisible_by: 1\nwindow_size: (127, 0)\nwindow_attn_skip_freq: 2
         ),
         (f"{SMALL}num_experts: 4\nmoe_layer_freq: [0]*1+[1]*9", "moe_layer_freq = '[0]*1+[1]*9'"),
         (f"{SMALL}optimizer: muon", "allowed are adam, sgd"),
-        (
-            f"{SMALL}fp8: hybrid\nfp8_recipe: magic",
-            "fp8_recipe = 'magic'",
-        ),
+        (f"{SMALL}fp8: hybrid\nfp8_recipe: magic", "fp8_recipe = 'magic'"),
         (f"{SMALL}swiglu: true\nsquared_relu: true", "squared_relu with a gated unit"),
         (f"{SMALL}use_megatron_fsdp: true\ndata_parallel_sharding_strategy: all", "allowed are no_shard, optim"),
     ],

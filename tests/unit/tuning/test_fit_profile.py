@@ -33,18 +33,14 @@ PLANTED = replace(
         SHIPPED.nccl_rates,
         latency_us=21.0,
         bus_gb_per_s={
-            "all_gather": 150.0,
-            "reduce_scatter": 140.0,
-            "all_reduce": 130.0,
-            "all_to_all": 120.0,
-            "broadcast": 110.0,
+            "all_gather": 150.0, "reduce_scatter": 140.0, "all_reduce": 130.0, "all_to_all": 120.0, "broadcast": 110.0,
         },
     ),
     sums=replace(SHIPPED.sums, sm_gb_per_s=10.0 * 1.02**110, memory_gb_per_s=1700.0, contention=0.1),
     contention=replace(SHIPPED.contention, compute_loss=0.08, comm_loss=0.03, gemm_wins=0.7, comm_cluster=2),
     mechanisms=SHIPPED.mechanisms | MECHANISMS,
     efficiency=replace(SHIPPED.efficiency, matmul=0.8, clock=0.7, memory=0.6, host_us=30.0, host_collective_us=60.0),
-)
+)  # fmt: skip
 
 
 @cache
