@@ -156,10 +156,17 @@ def test_partitions_are_the_program_in_pieces(world_size: int, early_release: bo
             assert [(one.peer, one.chunk) for one in cut.received] == [(p, c) for p in peers[::-1] for c in range(3)]
 
 
-def test_a_small_call_is_one_batch_before_and_one_after_its_copies() -> None:
+def test_batches_of_small_calls_and_of_early_release() -> None:
     """Signals and waits that are neighbours are one step: 7 copies to 7 peers take 9 calls of the host."""
     kinds = [type(step) for step in plan(operations.all_gather(8, 64), 0, Tuning(arrivals="together")).cycle()]
     assert kinds == [Batch, *[Copy] * 7, Batch]
+    # the ready signals are not in the cycle when they went out with the release of the buffer
+    program = plan(operations.all_gather(4, 64), 0)
+    first = program.cycle(early_release=True)[0]
+    assert isinstance(first, Batch)
+    assert all(isinstance(op, Wait) for op in first.operations)
+    # its pushes say that output is free, so nobody pushes before a release
+    assert plan(operations.all_reduce(4, 256), 0).pushers == frozenset()
 
 
 def test_the_last_chunk_is_as_small_as_asked_for() -> None:
@@ -167,19 +174,6 @@ def test_the_last_chunk_is_as_small_as_asked_for() -> None:
     spans = chunked(Span("output", 8, 100), Tuning(chunk_bytes=32, last_bytes=16))
     assert [span.num_bytes for span in spans] == [32, 32, 32, 4]
     assert [span.offset for span in spans] == [8, 40, 72, 104]
-
-
-def test_early_release_leaves_only_the_waits_before_the_copies() -> None:
-    """The ready signals are not in the cycle when they went out with the release of the buffer."""
-    program = plan(operations.all_gather(4, 64), 0)
-    first = program.cycle(early_release=True)[0]
-    assert isinstance(first, Batch)
-    assert all(isinstance(op, Wait) for op in first.operations)
-
-
-def test_an_all_reduce_needs_no_word_about_its_output() -> None:
-    """Its pushes say that output is free, so nobody pushes before a release."""
-    assert plan(operations.all_reduce(4, 256), 0).pushers == frozenset()
 
 
 @pytest.mark.parametrize("name", NAMES)
