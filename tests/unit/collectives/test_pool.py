@@ -65,13 +65,6 @@ def test_a_view_keeps_its_tensor(heap: Heap) -> None:
     assert free == [REGION - 1024, REGION]
 
 
-def test_neighbours_become_one(heap: Heap) -> None:
-    one, two, _three = heap.make(512), heap.make(512), heap.make(512)
-    where = heap.place(one)
-    del two, one
-    assert heap.place(heap.make(1024)) == where
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_the_order_of_dropping_does_not_matter(heap: Heap, order: tuple[int, ...]) -> None:
     """Garbage collectors of different ranks drop the same tensors in different orders."""
