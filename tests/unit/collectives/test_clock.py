@@ -95,13 +95,10 @@ def skewed(turn_bytes: int | None) -> float:
     return simulate(programs, early_release=True, arrive_us=late).us - max(late)
 
 
-def test_ranks_that_are_a_copy_apart_meet_without_turns() -> None:
+def test_ranks_that_are_a_copy_apart_meet_without_turns_and_not_with_them() -> None:
     """Half of the links stand idle while the others carry two copies: half as long again, or more."""
     assert skewed(None) > 1.3 * skewed(1)
-
-
-def test_with_turns_the_others_do_not_hold_up_the_last() -> None:
-    """It takes what it would take alone on the links, and a signal for each copy."""
+    # it takes what it would take alone on the links, and a signal for each copy
     alone = 7 * (54 * MIB / 384e3 + H200.copy_us) + 2 * H200.signal_us + H200.launch_us
     assert skewed(1) == pytest.approx(alone + 6 * H200.signal_us, rel=0.02)
 
@@ -135,12 +132,9 @@ def test_the_host_costs_time_for_every_step() -> None:
     assert simulate(programs, rates).us == pytest.approx(10 * len(programs[0].cycle()), abs=0.01)
 
 
-def test_a_program_that_deadlocks_is_an_error() -> None:
+def test_programs_that_deadlock_and_times_of_too_few_ranks_are_errors() -> None:
     first, second = plan_all(all_gather(2, 4))
     with pytest.raises(CounterpointError, match=r"ranks \[0, 1\] wait for ever"):
         simulate([first, replace(second, release=())], H200)
-
-
-def test_times_of_arrival_are_one_for_each_rank() -> None:
     with pytest.raises(Misconfigured, match="one for each rank"):
         simulate(plan_all(barrier(2)), arrive_us=(1.0,))

@@ -20,12 +20,9 @@ from tests.support.fake_driver import FakeDriver
 STREAM = 77
 SUM = Reduction(op="sum", dtype="float32")
 ADDRESSES = Addresses(
-    input=1 << 20,
-    output=(1 << 21, 1 << 22, 1 << 23),
-    staging=(1 << 24, 1 << 25, 1 << 26),
-    output_flags=(1 << 27, 1 << 28, 1 << 29),
-    staging_flags=(1 << 30, 1 << 31, 1 << 32),
-)
+    input=1 << 20, output=(1 << 21, 1 << 22, 1 << 23), staging=(1 << 24, 1 << 25, 1 << 26),
+    output_flags=(1 << 27, 1 << 28, 1 << 29), staging_flags=(1 << 30, 1 << 31, 1 << 32),
+)  # fmt: skip
 
 
 def lowered(name: str) -> tuple[DriverCall, ...]:

@@ -125,8 +125,5 @@ def test_a_call_notes_on_which_streams_it_uses_memory(device: Device) -> None:
 
     one, two = device.one, device.two
     assert [noted(one), noted(one), noted(one, two), noted()] == [
-        [{one}] * 2,
-        [{one}] * 2,
-        [{one, two}] * 2,
-        [set()] * 2,
-    ]
+        [{one}] * 2, [{one}] * 2, [{one, two}] * 2, [set()] * 2,
+    ]  # fmt: skip

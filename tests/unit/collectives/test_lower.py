@@ -88,16 +88,13 @@ def test_no_two_calls_could_be_one(name: str, world_size: int) -> None:
             assert not any(first and second for first, second in pairwise(kinds))
 
 
-def test_all_gather_in_place_needs_no_sm() -> None:
+def test_all_gather_in_place_needs_no_sm_and_a_small_one_nine_calls() -> None:
     """Eight ranks in place: 7 copies to peers, batches of memory operations, and nothing else."""
     program = plan(all_gather(8, 1 << 20), 3)
     calls = lower(program, _addresses(8))
     assert {type(call) for call in calls} == {CopyAsync, MemoryOperations}
     assert [call.local for call in calls if isinstance(call, CopyAsync)] == [False] * 7
-
-
-def test_small_all_gather_is_nine_calls() -> None:
-    """One arrival for all copies: ready and take in one batch, 7 copies, arrive and wait in one batch."""
+    # one arrival for all copies: ready and take in one batch, 7 copies, arrive and wait in one batch
     program = plan(all_gather(8, 4096), 0, Tuning(arrivals="together"))
     assert len(lower(program, _addresses(8))) == 9
 
@@ -153,12 +150,9 @@ def test_events_keep_their_lanes() -> None:
     assert recorded
 
 
-def test_a_missing_address_is_named() -> None:
+def test_addresses_that_are_missing_or_not_aligned_are_refused() -> None:
     with pytest.raises(Misconfigured, match="needs output of rank 2, and no address was given"):
         lower(plan(all_gather(3, 16), 0), replace(_addresses(3), output=(1 << 20, 1 << 21, 0)))
-
-
-def test_flags_have_to_be_aligned() -> None:
     with pytest.raises(Misconfigured, match="multiples of 4 bytes"):
         Addresses(output_flags=(4096, 4098))
 
@@ -166,9 +160,6 @@ def test_flags_have_to_be_aligned() -> None:
 def _addresses(world_size: int) -> Addresses:
     ranks = range(1, world_size + 1)
     return Addresses(
-        input=1 << 30,
-        output=tuple(rank << 32 for rank in ranks),
-        staging=tuple(rank << 40 for rank in ranks),
-        output_flags=tuple(rank << 48 for rank in ranks),
-        staging_flags=tuple(rank << 52 for rank in ranks),
-    )
+        input=1 << 30, output=tuple(rank << 32 for rank in ranks), staging=tuple(rank << 40 for rank in ranks),
+        output_flags=tuple(rank << 48 for rank in ranks), staging_flags=tuple(rank << 52 for rank in ranks),
+    )  # fmt: skip

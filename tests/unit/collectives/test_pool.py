@@ -39,12 +39,9 @@ def heap() -> Iterator[Heap]:
     heap.memory.close()
 
 
-def test_a_tensor_has_the_shape_and_dtype_asked_for(heap: Heap) -> None:
+def test_tensors_have_the_shape_and_dtype_asked_for_in_aligned_blocks(heap: Heap) -> None:
     tensor = heap.pool.empty(3, 5, dtype=torch.bfloat16).fill_(2)
     assert (tensor.shape, tensor.dtype, float(tensor.sum())) == ((3, 5), torch.bfloat16, 30.0)
-
-
-def test_blocks_are_aligned(heap: Heap) -> None:
     tensors = [heap.make(size) for size in (1, 513, 7)]
     assert [heap.place(tensor).offset % BLOCK_BYTES for tensor in tensors] == [0, 0, 0]
 
@@ -66,13 +63,6 @@ def test_a_view_keeps_its_tensor(heap: Heap) -> None:
     gc.collect()
     free.append(heap.pool.free_bytes)
     assert free == [REGION - 1024, REGION]
-
-
-def test_neighbours_become_one(heap: Heap) -> None:
-    one, two, _three = heap.make(512), heap.make(512), heap.make(512)
-    where = heap.place(one)
-    del two, one
-    assert heap.place(heap.make(1024)) == where
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])

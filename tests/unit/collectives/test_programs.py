@@ -29,13 +29,10 @@ SIZES = st.one_of(st.integers(0, 5), st.integers(0, 70))
 OWN: st.SearchStrategy[Literal["copy", "consumer"]] = st.sampled_from(["copy", "consumer"])
 ANY_OWN: st.SearchStrategy[Own] = st.sampled_from(["in_place", "copy", "consumer"])
 TUNINGS = st.builds(
-    Tuning,
-    chunk_bytes=st.sampled_from([None, 16, 32]),
-    arrivals=st.sampled_from(["each", "together"]),
-    last_bytes=st.sampled_from([None, 16, 32]),
-    relay_bytes=st.sampled_from([0, 40]),
+    Tuning, chunk_bytes=st.sampled_from([None, 16, 32]), arrivals=st.sampled_from(["each", "together"]),
+    last_bytes=st.sampled_from([None, 16, 32]), relay_bytes=st.sampled_from([0, 40]),
     turn_bytes=st.sampled_from([None, 1, 20]),
-)
+)  # fmt: skip
 
 
 @st.composite
@@ -137,10 +134,17 @@ def test_partitions_are_the_program_in_pieces(world_size: int, early_release: bo
             assert [(one.peer, one.chunk) for one in cut.received] == [(p, c) for p in peers[::-1] for c in range(3)]
 
 
-def test_a_small_call_is_one_batch_before_and_one_after_its_copies() -> None:
+def test_batches_of_small_calls_and_of_early_release() -> None:
     """Signals and waits that are neighbours are one step: 7 copies to 7 peers take 9 calls of the host."""
     kinds = [type(step) for step in plan(operations.all_gather(8, 64), 0, Tuning(arrivals="together")).cycle()]
     assert kinds == [Batch, *[Copy] * 7, Batch]
+    # the ready signals are not in the cycle when they went out with the release of the buffer
+    program = plan(operations.all_gather(4, 64), 0)
+    first = program.cycle(early_release=True)[0]
+    assert isinstance(first, Batch)
+    assert all(isinstance(op, Wait) for op in first.operations)
+    # its pushes say that output is free, so nobody pushes before a release
+    assert plan(operations.all_reduce(4, 256), 0).pushers == frozenset()
 
 
 def test_the_last_chunk_is_as_small_as_asked_for() -> None:
@@ -148,19 +152,6 @@ def test_the_last_chunk_is_as_small_as_asked_for() -> None:
     spans = chunked(Span("output", 8, 100), Tuning(chunk_bytes=32, last_bytes=16))
     assert [span.num_bytes for span in spans] == [32, 32, 32, 4]
     assert [span.offset for span in spans] == [8, 40, 72, 104]
-
-
-def test_early_release_leaves_only_the_waits_before_the_copies() -> None:
-    """The ready signals are not in the cycle when they went out with the release of the buffer."""
-    program = plan(operations.all_gather(4, 64), 0)
-    first = program.cycle(early_release=True)[0]
-    assert isinstance(first, Batch)
-    assert all(isinstance(op, Wait) for op in first.operations)
-
-
-def test_an_all_reduce_needs_no_word_about_its_output() -> None:
-    """Its pushes say that output is free, so nobody pushes before a release."""
-    assert plan(operations.all_reduce(4, 256), 0).pushers == frozenset()
 
 
 @pytest.mark.parametrize("name", NAMES)

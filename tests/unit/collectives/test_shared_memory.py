@@ -79,14 +79,13 @@ def test_threads_map_a_region_once(pair: Pair) -> None:
         assert len(found) == 1
 
 
-def test_sizes_are_capped(pair: Pair) -> None:
+def test_sizes_are_capped_and_memory_that_is_not_there_is_not_taken(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair[0].create(1 << 19)
     with pytest.raises(Unsupported, match=r"with 524288 in use in 1 regions; allowed are 1048576"):
         pair[0].create((1 << 19) + 1)
-
-
-def test_memory_that_is_not_there_is_not_taken(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would end other processes to find it."""
+    # the kernel would end other processes to find it
     monkeypatch.setattr(shared_memory, "available_bytes", lambda: 4095)
     with pytest.raises(Unsupported, match="4096 bytes of shared memory, where 4095 are free; use smaller buffers"):
         pair[0].create(4096)

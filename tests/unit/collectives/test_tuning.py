@@ -64,9 +64,11 @@ def test_it_is_never_slower_than_the_default(
     assert us(call, best_tuning(call, rates), rates) <= us(call, DEFAULT, rates)
 
 
-def test_calls_with_splits_are_not_simulated() -> None:
+def test_calls_with_splits_are_not_simulated_and_equal_calls_get_equal_answers() -> None:
     """They may differ from call to call, and nothing is to be chosen."""
     assert len(candidates(all_to_all([[1, 2], [3, 4]]))) == 1
+    asked = [best_tuning.__wrapped__(reduce_scatter(8, 128 * MIB)) for _ in range(2)]
+    assert asked[0] == asked[1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -76,22 +78,14 @@ def test_every_candidate_is_right(name: str, world_size: int) -> None:
     assert check([plan_all(call, tuning) for tuning in candidates(call)]).violations == ()
 
 
-def test_equal_calls_get_equal_answers() -> None:
-    asked = [best_tuning.__wrapped__(reduce_scatter(8, 128 * MIB)) for _ in range(2)]
-    assert asked[0] == asked[1]
-
-
 def test_a_call_that_was_seen_before_is_looked_up() -> None:
     first = best_tuning(all_reduce(8, 1024 * MIB))
     worked_out = best_tuning.cache_info().misses
     assert (best_tuning(all_reduce(8, 1024 * MIB)) is first, best_tuning.cache_info().misses) == (True, worked_out)
 
 
-def test_it_asks_for_no_more_chunks_than_there_are_flags() -> None:
+def test_it_asks_for_no_more_chunks_than_there_are_flags_and_needs_room_for_one() -> None:
     assert best_tuning(reduce_scatter(8, 128 * MIB), max_chunks=1) == DEFAULT
-
-
-def test_it_needs_room_for_one_arrival() -> None:
     with pytest.raises(Misconfigured, match="give 1 or more"):
         best_tuning(barrier(2), max_chunks=0)
 

@@ -94,14 +94,11 @@ def test_without_a_comparison_nothing_is_proved(scenario: str, setting: str) -> 
     assert not control.verify(alone).took_effect
 
 
-def test_an_unknown_priority_proves_nothing() -> None:
+def test_unknown_priorities_and_memsets_of_other_controls_prove_nothing() -> None:
     (control,) = parse_mechanism("nccl+priority=high")[1]
     comm = (Launched(kind="kernel", name="ncclDevKernel", priority=-3), Launched(kind="kernel", name="ncclDevKernel"))
     assert not control.verify(Observation(comm=comm)).took_effect
-
-
-def test_memsets_of_other_controls_do_not_count() -> None:
-    """A memset on a third stream, as the launch order has them, changes nothing about the collective's priority."""
+    # A memset on a third stream, as the launch order has them, changes nothing about the collective's priority
     (control,) = parse_mechanism("nccl+priority=high")[1]
     seen = RAN["priority=high"]
     beside = msgspec.structs.replace(seen, comm=(*seen.comm, Launched(kind="memset", name="Memset (Device)")))

@@ -111,11 +111,8 @@ def test_the_driver_reads_what_was_decided(cupti: Cupti, call: int) -> None:
     }  # fmt: skip
 
 
-def test_an_inactive_shaper_leaves_the_launch_alone(cupti: Cupti) -> None:
+def test_inactive_shapers_leave_the_launch_alone_and_others_are_told_of_clusters(cupti: Cupti) -> None:
     assert run(cupti, BY_REFERENCE, config(100), Told(active=False)) == 100
-
-
-def test_clusters_and_cooperative_launches_are_told(cupti: Cupti) -> None:
     told = Told()
     run(cupti, BY_REFERENCE, config(0, (6, (1,)), (4, (2, 1, 1)), (2, (1,))), told)
     assert (told.asked["clustered"], told.asked["cooperative"]) == (True, True)
@@ -128,18 +125,18 @@ def test_a_failure_is_raised_on_exit_and_leaves_the_launch_alone(cupti: Cupti) -
     assert cupti.during == [100]
 
 
-def test_a_second_subscriber_is_refused_by_name(cupti: Cupti) -> None:
-    """CUPTI's answer 39 becomes a text that says who it may be."""
-    cupti.subscribed = True
-    with pytest.raises(Unsupported, match=r"torch\.profiler once it has run, nsys, ncu"), shaped_launches(Told()):
-        pass
-
-
 def test_the_subscription_ends_with_the_context(cupti: Cupti) -> None:
     """So that a profiler may come next."""
     with shaped_launches(Told()):
         assert cupti.subscribed
     assert not cupti.subscribed
+
+
+def test_a_second_subscriber_is_refused_by_name(cupti: Cupti) -> None:
+    """CUPTI's answer 39 becomes a text that says who it may be."""
+    cupti.subscribed = True
+    with pytest.raises(Unsupported, match=r"torch\.profiler once it has run, nsys, ncu"), shaped_launches(Told()):
+        pass
 
 
 class Launcher:
@@ -176,12 +173,9 @@ def test_triton_is_told_more_shared_memory(triton: type[Launcher]) -> None:
     }  # fmt: skip
 
 
-def test_an_inactive_shaper_is_not_asked(triton: type[Launcher]) -> None:
+def test_an_inactive_shaper_is_not_asked_and_tritons_launcher_is_put_back(triton: type[Launcher]) -> None:
     with shaped_triton(Told(active=False)):
         assert call(triton)[5] == (4, 1, 24576)
-
-
-def test_tritons_launcher_is_put_back(triton: type[Launcher]) -> None:
     with pytest.raises(ZeroDivisionError), shaped_triton(Told()):
         raise ZeroDivisionError
     assert call(triton)[5] == (4, 1, 24576)

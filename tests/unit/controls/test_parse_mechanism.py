@@ -39,11 +39,8 @@ def test_a_base_alone_has_no_controls() -> None:
 def test_streams_are_replaced_before_launches_are_wrapped() -> None:
     controls = parse_mechanism("nccl+order=comm_resident+gemm_sms=108+green=108+priority=high")[1]
     assert [type(control).__name__ for control in controls] == [
-        "StreamPriority",
-        "GreenContexts",
-        "GemmSmLimit",
-        "CommFirst",
-    ]
+        "StreamPriority", "GreenContexts", "GemmSmLimit", "CommFirst",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

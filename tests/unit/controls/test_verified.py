@@ -56,34 +56,21 @@ def watching(monkeypatch: pytest.MonkeyPatch, scenario: str) -> list[dict[str, A
     return calls
 
 
-def test_a_knob_that_did_nothing_is_raised(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+def test_a_knob_that_did_nothing_is_raised_and_undone(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     """One call applies, looks and refuses, with what was asked, what ran and what to do."""
     watching(monkeypatch, "gemm_sms=108, fp32 mm")
     said = r"gemm_sms=108 had no effect: asked for .* 108 blocks.*, saw .* 1024 .*; launch GEMMs of torch inside"
     with pytest.raises(NoEffect, match=said), verified([LIMIT], LANES, device="cuda"):
-        pass
-
-
-def test_a_knob_that_did_nothing_is_undone(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
-    watching(monkeypatch, "gemm_sms=108, fp32 mm")
-    with pytest.raises(NoEffect), verified([LIMIT], LANES, device="cuda"):
         log.append("inside")
     assert log == ["on", "off"]
 
 
 def test_a_knob_that_works_stays_on_inside(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
-    watching(monkeypatch, "gemm_sms=108")
-    with verified([LIMIT], LANES, device="cuda"):
-        log.append("inside")
-    assert log == ["on", "inside", "off"]
-
-
-def test_the_pair_without_controls_is_the_comparison(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
-    """Unless another one is given, as controls of NCCL need."""
+    """The pair without controls is the comparison, unless another one is given, as controls of NCCL need."""
     calls = watching(monkeypatch, "gemm_sms=108")
     with verified([LIMIT], LANES, device="cuda"):
-        pass
-    assert calls[0]["without"] is LANES
+        log.append("inside")
+    assert (log, calls[0]["without"]) == (["on", "inside", "off"], LANES)
 
 
 def test_a_control_that_cannot_work_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

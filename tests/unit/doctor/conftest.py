@@ -62,15 +62,9 @@ def device(index: int) -> CudaDevice:
 
 def port(index: int) -> RdmaPort:
     return RdmaPort(
-        device=f"mlx5_{index}",
-        port="1",
-        link_layer="InfiniBand",
-        state="ACTIVE",
-        rate_gbit_per_s=400.0,
-        firmware="28.39.1002",
-        board="MT_0000000838",
-        mtu=2044,
-    )
+        device=f"mlx5_{index}", port="1", link_layer="InfiniBand", state="ACTIVE", rate_gbit_per_s=400.0,
+        firmware="28.39.1002", board="MT_0000000838", mtu=2044,
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -30,13 +30,10 @@ def config(*capabilities: tuple[int, int]) -> bytes:
 
 MLX = "sys/class/infiniband/mlx5_0/"
 PORT = {
-    MLX + "fw_ver": "28.39.1002\n",
-    MLX + "board_id": "MT_0000000838\n",
-    MLX + "ports/1/state": "4: ACTIVE\n",
-    MLX + "ports/1/rate": "400 Gb/sec (4X NDR)\n",
-    MLX + "ports/1/link_layer": "InfiniBand\n",
+    MLX + "fw_ver": "28.39.1002\n", MLX + "board_id": "MT_0000000838\n", MLX + "ports/1/state": "4: ACTIVE\n",
+    MLX + "ports/1/rate": "400 Gb/sec (4X NDR)\n", MLX + "ports/1/link_layer": "InfiniBand\n",
     MLX + "device/net/ib0/mtu": "2044\n",
-}
+}  # fmt: skip
 
 
 def test_an_rdma_port_is_read(tmp_path: Path) -> None:

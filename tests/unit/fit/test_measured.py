@@ -16,23 +16,14 @@ def measurement(world_size: int, *blocks: BlockRow) -> Measurement:
     return Measurement(
         suite="blocks",
         environment=Environment(
-            device="cuda",
-            gpu="NVIDIA H200",
-            world_size=world_size,
-            driver=None,
-            torch="2.11.0",
-            nccl="2.28.9",
-            counterpoint="0.1.0",
-            commit=None,
-            command=(),
-            date="2026-11-21T00:00:00Z",
-            variables={},
+            device="cuda", gpu="NVIDIA H200", world_size=world_size, driver=None, torch="2.11.0", nccl="2.28.9",
+            counterpoint="0.1.0", commit=None, command=(), date="2026-11-21T00:00:00Z", variables={},
         ),
         rounds=12,
         dropped_rounds=2,
         rows=(),
         blocks=blocks,
-    )
+    )  # fmt: skip
 
 
 def block(what: str = "all_gather", mechanism: str = "nccl", marked: str | None = None, us: float = 22.0) -> BlockRow:

@@ -40,13 +40,10 @@ def test_an_exchange_is_read_from_its_name() -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        "exchange",
-        "exchange mixtral 4096 zipf",
-        "exchange tiny 0 zipf",
-        "exchange tiny 8 all",
+        "exchange", "exchange mixtral 4096 zipf", "exchange tiny 0 zipf", "exchange tiny 8 all",
         "exchange 64x32x2x4 8 zipf",
     ],
-)
+)  # fmt: skip
 def test_a_wrong_name_is_refused_with_what_there_is(what: str) -> None:
     with pytest.raises(
         Misconfigured, match=r"write one of qwen3-30b-a3b, .* tokens of a rank, .*: exchange mixtral-8x7b"

@@ -14,15 +14,10 @@ WATTS = {"GPU-first": 100_000, "GPU-second": 650_000}
 def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, told apart by their power."""
     library = SimpleNamespace(
-        NVML_CLOCK_SM=1,
-        NVML_TEMPERATURE_GPU=0,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=WATTS.__getitem__,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x4,
-        nvmlDeviceGetClockInfo=lambda handle, what: 1980,
-        nvmlDeviceGetPowerUsage=lambda handle: handle,
-        nvmlDeviceGetTemperature=lambda handle, what: 61,
-    )
+        NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=WATTS.__getitem__,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x4, nvmlDeviceGetClockInfo=lambda handle, what: 1980,
+        nvmlDeviceGetPowerUsage=lambda handle: handle, nvmlDeviceGetTemperature=lambda handle, what: 61,
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", library)
 
 

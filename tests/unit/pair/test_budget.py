@@ -54,12 +54,6 @@ def test_few_ctas_keep_the_waves() -> None:
     assert (waves["nccl"], waves["nccl+max_ctas=4+cga_cluster=2+gemm_sms=128"]) == ((4, 5), (4, 4))
 
 
-def test_the_worst_order_can_decide() -> None:
-    """`worst` minimises the largest T: with SMs of its own no order has to wait."""
-    found = choose_split(curves(), GEMM, "all_gather", 1 << 28, objective="worst", candidates=CANDIDATES)
-    assert (found.objective_us, found.fits) == (max(found.together_us.values()), True)
-
-
 @pytest.mark.parametrize("objective", ["mean", "worst"])
 def test_equal_choices_leave_things_as_they_are(objective: Objective) -> None:
     """Of two candidates with equal times the first is taken."""
@@ -105,15 +99,6 @@ def test_what_was_not_measured_is_no_candidate() -> None:
     comms = {key: curve for key, curve in table.comms.items() if key[2] is None}
     known = Curves(layout=SmLayout.even(132), gemms=table.gemms, comms=comms)
     assert choose_split(known, GEMM, "all_gather", 1 << 28).split.cga_cluster is None
-
-
-def test_the_cluster_of_a_choice_decides_whether_it_fits() -> None:
-    """16 CTAs beside 116 SMs start in clusters of 2, and not in NCCL's own of 4."""
-    table = curves()
-    clustered = Curves(layout=SmLayout.even(132), gemms=table.gemms, comms=table.comms)
-    names = ("nccl+max_ctas=16+gemm_sms=116", "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116")
-    found = [predict(clustered, GEMM, "all_gather", 1 << 28, SmSplit.parse(name)) for name in names]
-    assert [budget.fits for budget in found] == [False, True]
 
 
 def test_waiting_ctas_have_their_share_left() -> None:

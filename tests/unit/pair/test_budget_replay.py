@@ -18,15 +18,10 @@ KEPT = {132: 1.0, 124: 0.949, 116: 0.935, 112: 0.89, 108: 0.88, 100: 0.80}  # of
 LONG, SHORT = 2, 1  # bytes in units of the shorter one: only curves are asked for them
 # alone, us, at the longer size; 16 CTAs as single blocks were not measured alone and taken as in clusters of 2
 COMM_US = {
-    "nccl": 1836.0,
-    "nccl+cga_cluster=2": 1914.0,
-    "nccl+max_ctas=16": 2066.0,
-    "nccl+max_ctas=16+cga_cluster=2": 2140.0,
-    "nccl+max_ctas=16+cga_cluster=1": 2140.0,
-    "nccl+max_ctas=12+cga_cluster=2": 2522.0,
-    "nccl+max_ctas=8": 3596.0,
+    "nccl": 1836.0, "nccl+cga_cluster=2": 1914.0, "nccl+max_ctas=16": 2066.0, "nccl+max_ctas=16+cga_cluster=2": 2140.0,
+    "nccl+max_ctas=16+cga_cluster=1": 2140.0, "nccl+max_ctas=12+cga_cluster=2": 2522.0, "nccl+max_ctas=8": 3596.0,
     "nccl+max_ctas=8+cga_cluster=2": 3681.0,
-}
+}  # fmt: skip
 SHORTER = 979.0 / 1792.0  # the fastest at the shorter size and at the longer one: the others are taken to scale alike
 HEAD_US = 110.0  # measured: 102 to 125
 # T in us: launched together, communication first, computation first

@@ -1,20 +1,18 @@
 """Names of divisions of the SMs."""
 
 import pytest
-from measure_suites import BUDGET
 
 from counterpoint.errors import Misconfigured
 from counterpoint.pair.sm_split import SmSplit
 
 
-@pytest.mark.parametrize("mechanism", BUDGET)
-def test_a_name_comes_back(mechanism: str) -> None:
-    assert SmSplit.parse(mechanism).mechanism == mechanism
-
-
-def test_the_order_of_the_limits_does_not_matter() -> None:
+def test_the_order_of_limits_does_not_matter_and_an_error_says_what_is_allowed() -> None:
     choice = SmSplit(max_ctas=16, cga_cluster=2, gemm_sms=116)
     assert SmSplit.of("nccl+gemm_sms=116+cga_cluster=2+max_ctas=16") == choice
+    with pytest.raises(
+        Misconfigured, match=r"'nccl\+green=108' does not divide SMs; write nccl, with any of \+max_ctas=N"
+    ):
+        SmSplit.parse("nccl+green=108")
 
 
 @pytest.mark.parametrize(
@@ -23,10 +21,3 @@ def test_the_order_of_the_limits_does_not_matter() -> None:
 )
 def test_anything_else_is_no_division(mechanism: str) -> None:
     assert SmSplit.of(mechanism) is None
-
-
-def test_an_error_says_what_is_allowed() -> None:
-    with pytest.raises(
-        Misconfigured, match=r"'nccl\+green=108' does not divide SMs; write nccl, with any of \+max_ctas=N"
-    ):
-        SmSplit.parse("nccl+green=108")

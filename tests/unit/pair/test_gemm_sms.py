@@ -40,15 +40,12 @@ def test_sms_that_cost_no_wave_are_left(collective: str) -> None:
     assert chosen(0.25, collective).gemm_sms == 128
 
 
-def test_a_long_collective_gets_more_sms() -> None:
+def test_a_long_collective_gets_more_sms_where_it_pays() -> None:
     """As long as the GEMM, 4 SMs add too slowly."""
     found = chosen(1.0).gemm_sms
     assert found is not None
     assert found < 128
-
-
-def test_nothing_is_limited_where_it_would_not_pay() -> None:
-    """A reduce_scatter twice as long as the GEMM adds up most of it when the GEMM has long ended."""
+    # A reduce_scatter twice as long as the GEMM adds up most of it when the GEMM has long ended
     assert chosen(2.0, "reduce_scatter").gemm_sms is None
 
 
@@ -61,18 +58,12 @@ def predicted(collective: str, gemm_sms: int, *, size_bytes: int = 1 << 28, comm
     return reduced_us(pair(collective, SQUARE, size_bytes=size_bytes, comm_us=comm_us), gemm_sms, CALM)
 
 
-def test_without_an_sm_the_sum_follows_the_gemm() -> None:
+def test_sums_without_an_sm_follow_the_gemm_which_takes_its_waves_on_fewer() -> None:
     """1600 µs of GEMM, then (4 + 1) / 4 of 256 MiB at 3.8 TB/s."""
     assert predicted("reduce_scatter", 132) == pytest.approx(1600.0 + 1.25 * 2**28 / 3.8e6)
-
-
-def test_half_of_an_all_reduce_waits_with_its_sum() -> None:
-    """The gather of 400 µs begins with the first chunk's sum, when the GEMM has ended."""
+    # the gather of 400 µs begins with the first chunk's sum, when the GEMM has ended
     assert predicted("all_reduce", 132) == pytest.approx(1600.0 + 400.0 + 7 / 8 * 1.25 * 2**28 / 3.8e6, rel=1e-3)
-
-
-def test_a_gemm_on_fewer_sms_takes_its_waves() -> None:
-    """17 instead of 16 on 124."""
+    # 17 instead of 16 on 124
     assert predicted("reduce_scatter", 124, size_bytes=1 << 20, comm_us=10.0) == pytest.approx(1700.0)
 
 

@@ -49,12 +49,6 @@ def test_clusters_of_four_find_less_room_than_clusters_of_two(
     assert H200.waiting_ctas(gemm_sms=gemm_sms, num_ctas=num_ctas, comm_cluster=comm_cluster) == waiting
 
 
-@given(gemm_sms=st.integers(1, 140), num_ctas=st.integers(1, 32), comm_cluster=st.sampled_from([1, 2, 4]))
-def test_what_fits_is_no_more_than_there_is(gemm_sms: int, num_ctas: int, comm_cluster: int) -> None:
-    waiting = H200.waiting_ctas(gemm_sms=gemm_sms, num_ctas=num_ctas, comm_cluster=comm_cluster)
-    assert waiting or gemm_sms + num_ctas <= H200.num_sms
-
-
 @given(gemm_sms=st.integers(1, 66).map(lambda n: 2 * n), num_ctas=st.integers(1, 32))
 def test_single_blocks_fit_wherever_there_is_room(gemm_sms: int, num_ctas: int) -> None:
     fits = H200.waiting_ctas(gemm_sms=gemm_sms, num_ctas=num_ctas) == 0

@@ -82,13 +82,9 @@ class Measured:
 
     def plan(self, rows: int, columns: int = 4096) -> MatmulPlan:
         shape = MatmulShape(
-            operation="all_gather_matmul",
-            layout=ShardedRows(rows=(rows // 2, rows // 2)),
-            k=2048,
-            columns=(columns,),
-            dtype="bfloat16",
-            num_bytes=rows * 2048 * 2,
-        )
+            operation="all_gather_matmul", layout=ShardedRows(rows=(rows // 2, rows // 2)), k=2048, columns=(columns,),
+            dtype="bfloat16", num_bytes=rows * 2048 * 2,
+        )  # fmt: skip
         return self.plans.get(shape, torch.device("cuda"))[0]
 
     def plan_in_backward(self, rows: int) -> MatmulPlan:

@@ -29,19 +29,16 @@ def rates(of: Job) -> list[float]:
     return [level.gb_per_s for level in of.cluster.levels if level.kind == "network"]
 
 
-def test_more_nodes_are_more_replicas_of_the_same_batch() -> None:
+def test_more_nodes_are_more_replicas_of_the_same_batch_or_of_a_larger_one() -> None:
     more = job("nodes", "8")
     assert (more.parallel.dp, more.parallel.tp, more.cluster.num_gpus, more.training.global_batch) == (32, 2, 64, 64)
+    assert job("weak_nodes", "8").training.global_batch == 128
 
 
 def test_a_node_is_that_of_the_network() -> None:
     """Also for a job that fills a part of one, or says nothing of how it is divided."""
     for parallel in ({"dp": 4}, {}):
         assert job("nodes", "2", TABLES | {"parallel": parallel}).parallel.world_size == 16
-
-
-def test_weak_scaling_takes_the_batch_with_it() -> None:
-    assert job("weak_nodes", "8").training.global_batch == 128
 
 
 def test_nodes_of_levels_that_are_written_out() -> None:
@@ -157,19 +154,14 @@ def test_a_sweep_keeps_why_a_value_cannot_be() -> None:
     assert isinstance(found[1][1], Misconfigured)
 
 
-def test_a_swept_field_replaces_its_own_change() -> None:
+def test_a_swept_field_replaces_its_own_change_and_keeps_others() -> None:
     """Half the NICs are half the rate, whatever was set before."""
     found = dict(swept(TABLES, {"cluster.nics": "2"}, "cluster.nics", ["4"]))["4"]
     assert isinstance(found, Job)
     assert rates(found)[0] == rates(job("cluster.nics", "4"))[0]
-
-
-def test_a_swept_field_keeps_the_other_changes() -> None:
-    found = [each for _, each in swept(TABLES, {"mechanism": "zero_sm"}, "parallel.dp", ["8", "16"])]
-    assert [(each.mechanism, each.parallel.dp) for each in found if isinstance(each, Job)] == [
-        ("zero_sm", 8),
-        ("zero_sm", 16),
-    ]
+    others = [each for _, each in swept(TABLES, {"mechanism": "zero_sm"}, "parallel.dp", ["8", "16"])]
+    read = [(each.mechanism, each.parallel.dp) for each in others if isinstance(each, Job)]
+    assert read == [("zero_sm", 8), ("zero_sm", 16)]
 
 
 def test_a_field_that_a_flag_decides_on_cannot_be_swept() -> None:

@@ -26,15 +26,12 @@ def compressed(how: Compression, *, ranks: int = 8) -> CompressedExchange:
     return compress(how, SHAPES, ranks=ranks, element_bytes=4, gpu=GPU)
 
 
-def test_powersgd_sends_two_factors_and_the_vector() -> None:
+def test_powersgd_sends_two_factors_unless_they_save_nothing() -> None:
     """P with what cannot be factored, then Q: r (rows + columns) elements of each matrix."""
     sent = compressed(Compression(method="powersgd", rank=4)).sent
     p, q = 4 * (4 * (4096 + 4096) + 4096), 4 * 4 * (4096 + 14336)
     assert [each[:2] for each in sent] == [("all_reduce", p), ("all_reduce", q)]
-
-
-def test_powersgd_of_a_rank_that_saves_nothing_sends_everything() -> None:
-    """Factors larger than the matrix are not made."""
+    # factors larger than the matrix are not made
     first, second = compressed(Compression(method="powersgd", rank=4096)).sent
     assert (first[1], second[1]) == (WHOLE_BYTES, 0)
 
@@ -49,15 +46,12 @@ def test_topk_grows_with_the_ranks_and_randomk_does_not() -> None:
     assert by_ranks["randomk"][0] == by_ranks["randomk"][1] == pytest.approx(0.01 * WHOLE_BYTES)
 
 
-def test_a_quantized_reduction_sends_its_bits_twice() -> None:
+def test_a_quantized_reduction_sends_its_bits_twice_and_goes_through_each_node_first() -> None:
     """All_to_all of the pieces, all_gather of their sums, each with a scale per block."""
     sent = compressed(Compression(method="quantized", bits=4, block=256)).sent
     assert [each.operation for each in sent] == ["all_to_all", "all_gather"]
     assert sent[0][1] == sent[1][1] == pytest.approx(WHOLE_BYTES / 8 + WHOLE_BYTES / 256)
-
-
-def test_a_quantized_reduction_over_nodes_goes_through_each_node_first() -> None:
-    """qgZ: all_to_all of all bytes in a node, of an eighth between nodes; then everybody gets the sums."""
+    # qgZ: all_to_all of all bytes in a node, of an eighth between nodes; then everybody gets the sums
     small = WHOLE_BYTES / 8 + WHOLE_BYTES / 256
     how = Compression(method="quantized", bits=4, block=256)
     flat = compress(how, SHAPES, ranks=64, element_bytes=4, gpu=GPU)

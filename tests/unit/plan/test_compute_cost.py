@@ -66,12 +66,13 @@ def test_what_has_little_arithmetic_is_bound_by_memory() -> None:
     assert found.memory_us > found.math_us
 
 
-def test_the_terms_make_up_the_time() -> None:
+def test_the_terms_make_up_the_time_of_one_and_of_several() -> None:
     """us = max(math, memory) + launch, of every kind of operation."""
     flash = FlashAttentionOp(name="f", batch=32, queries=4096, keys=4096, width=128, causal=True)
     for operation in (matmul(512, 512, 512), flash, MemoryBoundOp(name="t", num_bytes=1e8, kernels=3)):
         found = cost(operation, H200)
         assert found.us == max(found.math_us, found.memory_us) + found.launch_us
+    assert total_us((matmul(512, 512, 512),) * 3, H200) == pytest.approx(3 * cost(matmul(512, 512, 512), H200).us)
 
 
 def test_attention_of_the_profile_comes_out() -> None:
@@ -94,10 +95,6 @@ def test_no_matmul_beats_the_data_sheet(m: int, n: int, k: int) -> None:
     product = matmul(m, n, k)
     us = cost(product, H200).us
     assert (product.flops / us < H200.peak, product.num_bytes / us < H200.memory) == (True, True)
-
-
-def test_a_sum_is_one_after_the_other() -> None:
-    assert total_us((matmul(512, 512, 512),) * 3, H200) == pytest.approx(3 * cost(matmul(512, 512, 512), H200).us)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

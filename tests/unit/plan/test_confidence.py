@@ -72,7 +72,7 @@ def rows(
     ]
 
 
-def test_a_quantile_of_equal_weights_is_the_order_statistic() -> None:
+def test_quantiles_are_order_statistics_and_the_brute_force_ones() -> None:
     """The ceil(q · (n + 1))-th smallest error, for every n and many q; infinite if there are not so many."""
     random = np.random.default_rng(1)
     for n, level in itertools.product(range(1, 40), (0.1, 0.5, 0.8, 0.9, 0.95)):
@@ -80,10 +80,7 @@ def test_a_quantile_of_equal_weights_is_the_order_statistic() -> None:
         rank = math.ceil(round(level * (n + 1), 9))
         expected = sorted(errors)[rank - 1] if rank <= n else math.inf
         assert conformal_quantile(errors, np.ones(n), level) == expected
-
-
-def test_a_weighted_quantile_is_the_brute_force_one() -> None:
-    """The smallest error up to which the rows weigh enough."""
+    # the smallest error up to which the rows weigh enough
     random = np.random.default_rng(2)
     for _ in range(300):
         errors, weights = random.integers(0, 9, size=12).astype(float), random.uniform(0.05, 1.0, size=12)
@@ -283,7 +280,7 @@ def test_a_number_of_ranks_is_in_one_band(dp: int, band: str) -> None:
     assert found == {"1 to 8": "2 to 8"}.get(band, band)
 
 
-def test_ratios_lose_what_one_source_shares() -> None:
+def test_ratios_lose_what_one_source_shares_and_need_enough_pairs() -> None:
     """Sources that are 30 % off in each direction, and 1 % from row to row."""
     wobble = [0.0, 0.01, 0.005, 0.002]
     known = MeasuredErrors(
@@ -293,9 +290,6 @@ def test_ratios_lose_what_one_source_shares() -> None:
     assert known.comparisons is not None
     assert (known.comparisons.pairs, known.comparisons.sources) == (12, 2)
     assert 1.0 < known.comparisons.factor <= math.exp(0.011)
-
-
-def test_too_few_pairs_say_nothing_of_ratios() -> None:
     assert MeasuredErrors(rows([0.1, 0.2], "one")).comparisons is None
     assert MeasuredErrors(rows([0.1], "one") + rows([0.2], "two")).comparisons is None
 

@@ -38,8 +38,13 @@ def volume(found: tuple[Exchange, ...], ranks: int) -> float:
     return sum(factor[each.operation] * each.count * each.num_bytes * (ranks - 1) / ranks for each in found)
 
 
-def test_one_rank_sends_nothing() -> None:
+def test_two_all_reduces_each_way_and_none_for_one_rank() -> None:
     assert exchanges() == ()
+    # Megatron's volume: 2 arrays forward, 2 backward, beside the weight gradients if asked
+    found = exchanges(tp=8, sequence=False, overlap_tp=False)
+    assert [(each.count, each.num_bytes, each.backward, each.during_dw) for each in found] == [
+        (2, ARRAY, False, False), (2, ARRAY, True, False),
+    ]  # fmt: skip
 
 
 def test_sequence_parallelism_sends_as_much_forward() -> None:
@@ -50,14 +55,6 @@ def test_sequence_parallelism_sends_as_much_forward() -> None:
         for backward in (False, True)
     ]
     assert (volumes[0][0], volumes[1][1] / volumes[1][0]) == (volumes[0][1], 1.5)
-
-
-def test_two_all_reduces_each_way() -> None:
-    """Megatron's volume: 2 arrays forward, 2 backward, beside the weight gradients if asked."""
-    found = exchanges(tp=8, sequence=False, overlap_tp=False)
-    assert [(each.count, each.num_bytes, each.backward, each.during_dw) for each in found] == [
-        (2, ARRAY, False, False), (2, ARRAY, True, False),
-    ]  # fmt: skip
 
 
 def test_pieces_send_as_much() -> None:
@@ -77,15 +74,12 @@ def test_context_parallelism_gathers_keys_and_values() -> None:
     assert (gathered.operation, gathered.num_bytes) == ("all_gather", ARRAY * 8 * 2 / 32)
 
 
-def test_tokens_go_to_their_experts_and_back() -> None:
+def test_tokens_and_gathered_tokens_go_to_their_experts_and_back() -> None:
     """Each way twice, as many bytes as tokens visit experts, more where one rank is busier."""
     experts = Experts(count=8, per_token=2, width=14336, imbalance=1.25)
     found = exchanges(experts, dp=8, ep=8)
     assert [(each.operation, each.count, each.num_bytes) for each in found] == [("all_to_all", 2, ARRAY * 2 * 1.25)] * 2
-
-
-def test_gathered_tokens_are_as_many_wherever_they_go() -> None:
-    """All ranks' tokens, their choices with weights, and sums back; the router's balance is of no matter."""
+    # all ranks' tokens, their choices with weights, and sums back; the router's balance is of no matter
     for imbalance in (1.0, 3.0):
         experts = Experts(count=8, per_token=2, width=14336, imbalance=imbalance)
         found = exchanges(experts, dp=8, ep=8, expert_exchange="gather")

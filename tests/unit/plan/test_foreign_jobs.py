@@ -115,15 +115,12 @@ def test_a_config_of_hugging_face_is_the_model_that_has_the_name(config: dict[st
         assert found.ffn_width == known.ffn_width
 
 
-def test_what_a_config_was_read_for_is_said() -> None:
+def test_notes_say_what_a_config_was_read_for() -> None:
     notes = read_config(LLAMA).notes
     assert "hidden_size" in notes[0]
     assert any("neither time nor memory" in note and "rope_theta" in note and "torch_dtype" in note for note in notes)
     assert notes[-1] == "not modelled, so not in the prediction: mystery"
-
-
-def test_a_quantized_config_says_nothing_of_training() -> None:
-    """fp8 weights are not fp8 training; MTP can be left out."""
+    # fp8 weights are not fp8 training; MTP can be left out
     notes = read_config(V3).notes
     assert any("quantization_config says how weights are stored" in note for note in notes)
     assert any("--set model.mtp=0" in note for note in notes)
@@ -235,10 +232,7 @@ make_vocab_size_divisible_by: 1\nwindow_size: (127, 0)\nwindow_attn_skip_freq: 2
         ),
         (f"{SMALL}num_experts: 4\nmoe_layer_freq: [0]*1+[1]*9", "moe_layer_freq = '[0]*1+[1]*9'"),
         (f"{SMALL}optimizer: muon", "allowed are adam, sgd"),
-        (
-            f"{SMALL}fp8: hybrid\nfp8_recipe: magic",
-            "fp8_recipe = 'magic'",
-        ),
+        (f"{SMALL}fp8: hybrid\nfp8_recipe: magic", "fp8_recipe = 'magic'"),
         (f"{SMALL}swiglu: true\nsquared_relu: true", "squared_relu with a gated unit"),
         (f"{SMALL}use_megatron_fsdp: true\ndata_parallel_sharding_strategy: all", "allowed are no_shard, optim"),
     ],
@@ -281,7 +275,7 @@ def test_the_part_of_the_optimizer_on_the_host_is_read(more: str, share: float) 
     assert "offload_optimizer" not in read_megatron(f"{SMALL}{more}").tables["training"]
 
 
-def test_whole_experts_are_read() -> None:
+def test_experts_and_fp8_are_read_as_the_file_says() -> None:
     text = (
         f"{SMALL}num_experts: 8\nsequence_parallel: true\ntensor_model_parallel_size: 4\nexpert_tensor_parallel_size:"
     )
@@ -289,10 +283,7 @@ def test_whole_experts_are_read() -> None:
     assert "expert_tp" not in read_megatron(f"{text} 4").tables["parallel"]
     with pytest.raises(Misconfigured, match=r"expert_tensor_parallel_size = 2 .*allowed are 1 and 4"):
         read_megatron(f"{text} 2")
-
-
-def test_fp8_is_scaled_as_the_file_says() -> None:
-    """By a recipe of Transformer Engine; CUDA graphs are a choice, too."""
+    # by a recipe of Transformer Engine; CUDA graphs are a choice, too
     small = f"{SMALL}bf16: true\n"
     training = read_megatron(f"{small}fp8: hybrid\nfp8_recipe: blockwise\ncuda_graph_impl: local").tables["training"]
     assert training.items() >= {"precision": "fp8", "fp8_scaling": "blockwise", "cuda_graphs": True}.items()

@@ -59,13 +59,10 @@ def test_the_optimal_interval_is_the_cheapest(mean: float, part: float) -> None:
     assert total(best) <= min(total(0.9 * best), total(1.1 * best)) * 1.002
 
 
-def test_for_short_checkpoints_it_is_youngs() -> None:
+def test_intervals_of_short_checkpoints_are_youngs_and_failures_as_many_as_their_mean_says() -> None:
     """√(2 · checkpoint · mean), 1 s and 10 days: 22 minutes."""
     assert optimal_interval(1.0, 10 * DAY) == pytest.approx(sqrt(2 * 10 * DAY), rel=2e-3)
-
-
-def test_failures_are_as_many_as_their_mean_says() -> None:
-    """Ten days at one a day, with losses that make them eleven: eleven."""
+    # ten days at one a day, with losses that make them eleven: eleven
     found = spent(10 * DAY, mean=DAY, checkpoint=60.0, interval=HOUR, restart=HOUR)
     assert found.failures == pytest.approx(found.total / DAY)
     assert 10 < found.failures < 12

@@ -61,10 +61,12 @@ def test_a_known_job() -> None:
     assert axes(parallel)["dp"].members(parallel.world_size)[1][:3].tolist() == [1, 9, 17]
 
 
-def test_groups_that_do_not_divide_are_refused() -> None:
+def test_groups_that_do_not_divide_or_fit_are_refused() -> None:
     """A job of 12 ranks has no groups of 4 that are 2 apart; the error says what it needs."""
     with pytest.raises(Misconfigured, match="world_size = 12: groups of 4 ranks, 2 apart, need a multiple of 8"):
         Group(ranks=4, stride=2).members(12)
+    with pytest.raises(Misconfigured, match=r"16 ranks, 1 apart, on 8 GPUs"):
+        reach(Group(ranks=16), cluster(8))
 
 
 def cluster(*sizes: int) -> Cluster:
@@ -98,18 +100,12 @@ def test_units_are_those_of_the_group_that_touches_most(
         assert counted <= units <= counted + (len(members) < size * stride)
 
 
-def test_a_group_that_divides_a_node_stays_inside() -> None:
+def test_a_group_stays_inside_a_node_that_it_divides_or_has_alone() -> None:
     """4 of 8 GPUs side by side are joined by the node alone."""
     assert reach(Group(ranks=4), cluster(8, 64)).crossed == (0,)
-
-
-def test_a_group_that_does_not_divide_a_node_leaves_it() -> None:
-    """The second group of 6 GPUs lies on two nodes of 8."""
+    # the second group of 6 GPUs lies on two nodes of 8
     assert reach(Group(ranks=6), cluster(8, 64)).units == (6, 2, 1)
-
-
-def test_one_group_alone_begins_at_the_first_gpu() -> None:
-    """A single group of 6 GPUs stays on its node: there is no second one."""
+    # A single group of 6 GPUs stays on its node: there is no second one
     assert reach(Group(ranks=6), cluster(8)).units == (6, 1)
 
 
@@ -117,11 +113,6 @@ def test_ranks_a_node_apart_share_no_link() -> None:
     """16 ranks, 8 apart: each has a node and a NIC for itself."""
     found = reach(Group(ranks=16, stride=8), cluster(8, 64, 128))
     assert (found.units, found.crossed, found.members(1)) == ((16, 16, 2, 1), (1, 2), 1.0)
-
-
-def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(Misconfigured, match=r"16 ranks, 1 apart, on 8 GPUs"):
-        reach(Group(ranks=16), cluster(8))
 
 
 def test_whole_experts_are_spread_over_ranks_of_tp() -> None:

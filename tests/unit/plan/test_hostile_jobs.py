@@ -40,20 +40,11 @@ software = { name = "Megatron" }
 """)
 MLA = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 PLACES: dict[type[JobRecord], tuple[str | int, ...]] = {
-    Model: ("model",),
-    Experts: ("model", "experts"),
-    LatentAttention: ("model", "mla"),
-    Training: ("training",),
-    Parallel: ("parallel",),
-    OverlapTable: ("overlap",),
-    ClusterTable: ("cluster",),
-    ClusterGpu: ("cluster", "gpu"),
-    Level: ("cluster", "levels", 1),
-    Compression: ("compression",),
-    Ranks: ("ranks",),
-    Run: ("run",),
+    Model: ("model",), Experts: ("model", "experts"), LatentAttention: ("model", "mla"), Training: ("training",),
+    Parallel: ("parallel",), OverlapTable: ("overlap",), ClusterTable: ("cluster",), ClusterGpu: ("cluster", "gpu"),
+    Level: ("cluster", "levels", 1), Compression: ("compression",), Ranks: ("ranks",), Run: ("run",),
     TrainingSoftware: ("software",),
-}
+}  # fmt: skip
 NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, -1, -0.5, 0, 1, 3, 0.5, 2**31, 2**63, 10**4000, 1e300, 5e-324]
 OTHERS: list[Any] = [True, "", "x", "\x1b[2J", "x" * 100_000, [], [[1]], {}, {"x": {"y": 1}}, date(2020, 1, 1)]
 

@@ -37,11 +37,8 @@ def test_slurm_hostfile() -> None:
 
 def test_rankfile() -> None:
     assert file(MIXED, "rankfile").splitlines()[:4] == [
-        "rank 0=n0 slot=0",
-        "rank 1=n1 slot=0",
-        "rank 2=n1 slot=1",
-        "rank 3=n0 slot=1",
-    ]
+        "rank 0=n0 slot=0", "rank 1=n1 slot=0", "rank 2=n1 slot=1", "rank 3=n0 slot=1",
+    ]  # fmt: skip
 
 
 def test_hostfile() -> None:

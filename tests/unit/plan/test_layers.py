@@ -45,13 +45,17 @@ def test_backward_does_twice_the_arithmetic(fused: bool) -> None:
     assert flops(work, "backward") == pytest.approx(2 * flops(work))
 
 
-def test_flash_attention_does_half_where_the_model_is_causal() -> None:
+def test_flash_attention_does_half_where_causal_and_is_as_wide_as_its_parts() -> None:
     """Scores that are masked are not computed; backward computes them again: 5 products for 2."""
     forward, backward = (
         FlashAttentionOp(name="", batch=4, queries=64, keys=64, width=16, causal=True, backward=b)
         for b in (False, True)
     )
     assert (forward.flops, backward.flops / forward.flops) == (4 * 2 * 64 * 64 * 16, 2.5)
+    # queries and keys 192, values 128: 320 forward, 3 * 192 + 2 * 128 backward; a causal mask leaves half
+    work = layer_work(V3, share(flash=True))
+    both = [op for op in (*work.forward, *work.backward) if isinstance(op, FlashAttentionOp)]
+    assert [op.flops for op in both] == [2 * 128 * 2048 * 2048 * width * 2 / 2 for width in (320, 832)]
 
 
 def test_megatrons_formula_comes_out() -> None:
@@ -95,7 +99,6 @@ def test_imbalance_makes_the_busiest_rank_slower() -> None:
 
 
 def test_the_head_is_a_product_with_the_vocabulary() -> None:
-    """2 · tokens · h · V / tp."""
     assert flops(head_work(GPT, share(tp=8))) == 2 * 4096 * 12288 * 51200 / 8
 
 
@@ -182,13 +185,6 @@ def test_latent_attention_makes_gradients_of_all_its_weights(fused: bool) -> Non
     made = sum(op.m * op.n * op.batch for op in work.backward if isinstance(op, MatmulOp) and op.weight_gradient)
     assert made == layer_parameters(V3).total - 2 * 7168 - 1536 - 512
     assert flops(work, "backward") == pytest.approx(2 * flops(work))
-
-
-def test_flash_attention_of_mla_is_as_wide_as_its_parts() -> None:
-    """Queries and keys 192, values 128: 320 forward, 3 * 192 + 2 * 128 backward; a causal mask leaves half."""
-    work = layer_work(V3, share(flash=True))
-    both = [op for op in (*work.forward, *work.backward) if isinstance(op, FlashAttentionOp)]
-    assert [op.flops for op in both] == [2 * 128 * 2048 * 2048 * width * 2 / 2 for width in (320, 832)]
 
 
 def test_a_window_shortens_flash_attention() -> None:

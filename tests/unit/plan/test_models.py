@@ -67,8 +67,11 @@ def small(**changes: Any) -> Model:
     return Model(**{"layers": 12, "hidden": 512, "heads": 8, "vocab": 1000, "gated": True} | changes)
 
 
-def test_every_known_model_is_held_against_a_published_count() -> None:
+def test_every_known_model_is_held_against_a_published_count_and_says_where_its_widths_are_from() -> None:
     assert set(PUBLISHED) == set(known_models())
+    tables = tomllib.loads(Path(model.__file__).with_name("models.toml").read_text("utf-8"))
+    places = ("arXiv", "Hugging Face", "github.com")
+    assert [name for name, table in tables.items() if not any(place in table["source"] for place in places)] == []
 
 
 @pytest.mark.parametrize(("name", "published"), PUBLISHED.items(), ids=PUBLISHED)
@@ -85,13 +88,6 @@ def test_the_mtp_module_of_deepseek_v3_has_what_was_published() -> None:
     v3 = find_model("deepseek-v3")
     assert parameters(v3, mtp=1) - parameters(v3) == pytest.approx(11.5, rel=0.01)
     assert model_flops(v3, 4096) > 1.03 * model_flops(replace(v3, mtp=0), 4096)
-
-
-def test_every_model_says_where_its_widths_are_from() -> None:
-    """A table that can be looked up."""
-    tables = tomllib.loads(Path(model.__file__).with_name("models.toml").read_text("utf-8"))
-    places = ("arXiv", "Hugging Face", "github.com")
-    assert [name for name, table in tables.items() if not any(place in table["source"] for place in places)] == []
 
 
 @pytest.mark.parametrize(

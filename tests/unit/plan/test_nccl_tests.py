@@ -46,12 +46,9 @@ def test_the_row_of_every_version_is_read(row: str) -> None:
     assert only(nccl_tests_runs(text(row))) == ROW
 
 
-def test_long_times_have_no_fraction() -> None:
+def test_long_times_and_prefixes_of_launchers_are_read() -> None:
     """158070 µs is a time, not a root."""
     assert only(nccl_tests_runs(text(LONG))).us == 158070.0
-
-
-def test_a_launchers_prefix_does_not_matter() -> None:
     prefixed = "\n".join(f"[1,0]<stdout>:{line}" for line in text(NEW).splitlines())
     assert only(nccl_tests_runs(prefixed)) == ROW
 
@@ -71,24 +68,18 @@ def test_programs_are_operations(program: str, operation: str, bus: float) -> No
     assert only(nccl_tests_runs(text(row, program=program))).operation == operation
 
 
-def test_a_run_knows_its_hosts_and_gpu() -> None:
+def test_runs_know_their_hosts_gpu_and_operation() -> None:
     """Ranks on each host, and the driver's name of the GPU."""
     (run,) = nccl_tests_runs(text(NEW))
     assert (run.ranks_per_host, run.gpu, run.host_bound) == (8, "NVIDIA H100 80GB HBM3", 0)
-
-
-def test_several_runs_in_one_text() -> None:
     other = NEW.replace("5.72", "2.58")
     runs = nccl_tests_runs(text(NEW) + "\n" + text(other, program="all_gather_perf", ranks=8, hosts=1))
     assert [(run.rows[0].operation, run.rows[0].ranks) for run in runs] == [("all_reduce", 32), ("all_gather", 8)]
 
 
-def test_what_is_given_counts_where_the_text_is_silent() -> None:
+def test_what_is_given_or_a_files_name_counts_where_the_text_is_silent(tmp_path: Path) -> None:
     row = only(nccl_tests_runs(NEW.replace("5.72", "2.77"), operation="reduce_scatter", ranks=16))
     assert (row.operation, row.ranks) == ("reduce_scatter", 16)
-
-
-def test_the_name_of_a_file_can_say_the_operation(tmp_path: Path) -> None:
     path = tmp_path / "all_reduce_perf_32.log"
     path.write_text(text(NEW).partition("\n")[2])
     assert only(read_nccl_tests(path)) == ROW

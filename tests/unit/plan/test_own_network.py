@@ -140,13 +140,10 @@ def test_a_written_job_has_it_also_with_other_levels(file: Path) -> None:
         assert (again.cluster, predict_step(again).step_us) == (job.cluster, predict_step(job).step_us)
 
 
-def test_one_host_needs_no_network(folder: Path) -> None:
+def test_one_host_needs_no_network_and_one_rank_on_each_node_is_that_far_apart(folder: Path) -> None:
     """NVLink of the GPU that the file names."""
     assert [level.name for level in fit_network([str(folder / "node.txt")]).network.levels] == ["nvlink"]
-
-
-def test_one_rank_on_each_node_is_that_far_apart(folder: Path) -> None:
-    """Four hosts with one rank each: rails."""
+    # four hosts with one rank each: rails
     (folder / "rails.txt").write_text(text(4, hosts=4))
     found = fit_network([str(folder / "rails.txt")], network="a100-hdr-200")
     assert {kind for protocol in found.network.protocols for kind in protocol.kinds} == {"network"}
@@ -207,15 +204,12 @@ def test_times_that_follow_no_law_are_refused(tmp_path: Path) -> None:
         fit_network([str(tmp_path / "out.txt")], network="a100-hdr-200")
 
 
-def test_two_kinds_of_gpu_are_refused(folder: Path) -> None:
+def test_two_kinds_of_gpu_and_a_file_that_comes_twice_are_refused(folder: Path) -> None:
+    with pytest.raises(Misconfigured, match="comes twice"):
+        fit_network([str(folder / "node.txt")] * 2)
     (folder / "h100.txt").write_text(text(8, gpu="NVIDIA H100 80GB HBM3"))
     with pytest.raises(Misconfigured, match="one kind of GPU"):
         fit_network([str(folder / "node.txt"), str(folder / "h100.txt")])
-
-
-def test_a_file_that_comes_twice_is_refused(folder: Path) -> None:
-    with pytest.raises(Misconfigured, match="comes twice"):
-        fit_network([str(folder / "node.txt")] * 2)
 
 
 @pytest.mark.parametrize(

@@ -115,13 +115,16 @@ def test_a_better_mechanism_exposes_less() -> None:
     assert times == sorted(times, reverse=True)
 
 
-def test_zero_3_sends_parameters_twice_and_gradients_once() -> None:
+def test_zero_3_sends_parameters_twice_unless_they_are_kept_and_gradients_once() -> None:
     """Its collectives take 1.5 times those of zero 1 per step at one micro-batch, with gradients in two bytes."""
     one, three = (
         sum(predict_step(job(gpus=8, dp=8, zero=z, global_batch=8, grad_bytes=2, bucket_bytes=WHOLE)).comm_us.values())
         for z in (1, 3)
     )  # fmt: skip
     assert three / one == pytest.approx(1.5, rel=0.1)
+    # without resharding after forward, backward gathers nothing
+    again, kept = (predict_step(job(gpus=8, dp=8, zero=3, reshard_after_forward=r)) for r in (True, False))
+    assert kept.comm_us["shards"] < again.comm_us["shards"]
 
 
 @pytest.mark.parametrize(("zero", "cast"), [(0, 6), (1, 6), (2, 6), (3, 0)])
@@ -132,12 +135,6 @@ def test_gradients_of_two_bytes_are_cast_unless_shards_are(zero: int, cast: int)
         for size in (4, 2)
     )
     assert two / four == pytest.approx(1 + cast / sum(OPTIMIZER_BYTES["adam"]))
-
-
-def test_keeping_parameters_saves_a_gather() -> None:
-    """Without resharding after forward, backward gathers nothing."""
-    again, kept = (predict_step(job(gpus=8, dp=8, zero=3, reshard_after_forward=r)) for r in (True, False))
-    assert kept.comm_us["shards"] < again.comm_us["shards"]
 
 
 def test_the_bubble_shrinks_with_interleaving() -> None:
@@ -164,11 +161,15 @@ def with_ranks(ranks: Ranks) -> Job:
     return msgspec.structs.replace(job(dp=64), ranks=ranks)
 
 
-def test_stragglers_cost_their_expected_maximum() -> None:
+def test_ranks_that_differ_cost_their_expected_maximum_or_the_slowest() -> None:
     """64 GPUs with 5 % spread: the slowest is 2.35 standard deviations behind."""
     even, uneven = (predict_step(with_ranks(Ranks(jitter=spread))) for spread in (0.0, 0.05))
     compute = even.step_us - even.exposed_comm_us
     assert (uneven.step_us - even.step_us) / compute == pytest.approx(0.05 * 2.35, rel=0.02)
+    # twice as slow as the others: the step's compute takes twice as long
+    even = predict_step(with_ranks(EVEN))
+    slow = predict_step(with_ranks(Ranks(slow=2.0, jitter=0.0)))
+    assert slow.step_us - even.step_us == pytest.approx(even.step_us - even.exposed_comm_us)
 
 
 def test_differences_between_gpus_do_not_shift_the_step() -> None:
@@ -178,13 +179,6 @@ def test_differences_between_gpus_do_not_shift_the_step() -> None:
     assert small.slowest_us / small.step_us < large.slowest_us / large.step_us
     asked = predict_step(with_ranks(Ranks(jitter=0.02)))
     assert asked.parts["stragglers_us"] == pytest.approx(large.slowest_us, rel=0.02)
-
-
-def test_one_slow_rank_slows_all() -> None:
-    """Twice as slow as the others: the step's compute takes twice as long."""
-    even = predict_step(with_ranks(EVEN))
-    slow = predict_step(with_ranks(Ranks(slow=2.0, jitter=0.0)))
-    assert slow.step_us - even.step_us == pytest.approx(even.step_us - even.exposed_comm_us)
 
 
 def test_compressed_gradients_are_sent_smaller() -> None:
@@ -332,7 +326,7 @@ def tiny(**kwargs: Any) -> Job:
     return job(narrow, gpus=8, sequence=128, **{"global_batch": 8, "fused_kernels": False, **kwargs})
 
 
-def test_a_step_is_no_faster_than_the_host() -> None:
+def test_a_step_is_no_faster_than_the_host_which_does_not_count_where_kernels_are_long() -> None:
     """Launch-bound: the host's time of all kernels is the step, a note says how many and how much is lost."""
     found = predict_step(tiny())
     kernels, launch_us = 24 + 39, default_profile().efficiency.host_us  # of one layer, eager
@@ -340,10 +334,7 @@ def test_a_step_is_no_faster_than_the_host() -> None:
     assert found.step_us - found.parts["optimizer_us"] >= 8 * 16 * kernels * launch_us
     (note,) = (note for note in found.notes if note.startswith("launch-bound"))
     assert f"{found.parts['host_us'] / 8 / 1e3:.2f} ms are lost" in note
-
-
-def test_the_host_does_not_count_where_kernels_are_long() -> None:
-    """It runs ahead: nothing is added, and nothing is said."""
+    # it runs ahead: nothing is added, and nothing is said
     found = predict_step(job(gpus=1, global_batch=4))
     assert found.parts["host_us"] == 0
     assert not any("launch-bound" in note for note in found.notes)
@@ -360,7 +351,7 @@ def test_what_lowers_the_time_of_the_host() -> None:
     assert sharded.step_us - sharded.parts["optimizer_us"] == pytest.approx(both_us, rel=0.02)
 
 
-def test_fp8_is_faster_by_less_than_its_linear_layers() -> None:
+def test_fp8_is_faster_by_less_than_its_linear_layers_and_has_its_own_peak() -> None:
     """Attention, casts and the rest stay; better scales cost more passes."""
     kinds: tuple[dict[str, Any], ...] = ({}, {"precision": "fp8"}, {"precision": "fp8", "fp8_scaling": "tensorwise"})
     bf16, delayed, tensorwise = (
@@ -368,10 +359,7 @@ def test_fp8_is_faster_by_less_than_its_linear_layers() -> None:
         for kind in kinds
     )
     assert bf16 / 2 < delayed < tensorwise < bf16
-
-
-def test_mfu_in_fp8_is_of_its_own_peak() -> None:
-    """Data sheets give twice the peak."""
+    # data sheets give twice the peak
     found = predict_step(job(gpus=8, tp=8, global_batch=8, precision="fp8"))
     assert found.mfu == pytest.approx(found.model_tflops / 1978.9)
 

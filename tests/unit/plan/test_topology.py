@@ -74,9 +74,13 @@ def test_measured_hosts_follow_the_closest() -> None:
     assert of_matrix(list("abcd"), matrix).tree_order.tolist() == [0, 2, 1, 3]
 
 
-def test_hosts_that_are_missing_are_named() -> None:
+def test_missing_hosts_and_units_that_cross_are_refused() -> None:
     with pytest.raises(Misconfigured, match="1 hosts are not in the topology: elsewhere"):
         SMALL.only(["host0", "elsewhere"])
+    # A leaf that lies below two spines is no tree
+    units = np.array([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]])
+    with pytest.raises(Misconfigured, match="not nested"):
+        Topology.of_units(list("abcd"), units, 2)
 
 
 LEVELS = SMALL.levels
@@ -98,13 +102,6 @@ def test_what_is_no_topology_is_refused(change: dict[str, object], said: str) ->
     fields: dict[str, object] = {"hosts": SMALL.hosts, "gpus": 2, "levels": LEVELS, "units": SMALL.units}
     with pytest.raises(Misconfigured, match=said):
         Topology(**{**fields, **change})  # type: ignore[arg-type]
-
-
-def test_units_that_cross_are_refused() -> None:
-    """A leaf that lies below two spines is no tree."""
-    units = np.array([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]])
-    with pytest.raises(Misconfigured, match="not nested"):
-        Topology.of_units(list("abcd"), units, 2)
 
 
 @pytest.mark.parametrize("fields", [{"distance": -1.0}, {"distance": math.inf}])

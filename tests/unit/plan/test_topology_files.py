@@ -67,22 +67,22 @@ def test_slurm_trees(text: str) -> None:
     assert (found.hosts, units(found)) == (("dev0", "dev1", "dev2", "dev3"), [[0, 0, 1, 1], [0, 0, 0, 0]])
 
 
-def test_slurm_blocks() -> None:
+def test_slurm_blocks_and_short_paths() -> None:
     """Block sizes 2, 4: blocks, pairs of blocks, and all."""
     found = read_conf(BLOCKS, gpus=4)
     assert units(found) == [[0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 0, 1, 1, 1, 1], [0] * 8]
+    # A host at the root's own switch is as far from all others as the root
+    found = read_conf("SwitchName=s0 Nodes=a,b\nSwitchName=s1 Switches=s0 Nodes=c", gpus=1)
+    assert units(found) == [[0, 0, 1], [0, 0, 0]]
 
 
-def test_slurm_yaml_is_the_same_as_conf() -> None:
+def test_slurm_yaml_is_the_same_as_conf_and_its_names_stay_text() -> None:
     """The default topology of the YAML file is the tree of the other format; another is chosen by its name."""
     assert units(read_yaml(YAML, gpus=8)) == units(read_conf(TREE, gpus=8))
     assert units(read_yaml(YAML, gpus=8, name="blocks")) == units(read_conf(BLOCKS, gpus=8))
-
-
-def test_a_short_path_is_filled_from_below() -> None:
-    """A host at the root's own switch is as far from all others as the root."""
-    found = read_conf("SwitchName=s0 Nodes=a,b\nSwitchName=s1 Switches=s0 Nodes=c", gpus=1)
-    assert units(found) == [[0, 0, 1], [0, 0, 0]]
+    # hosts called 0017 and 1e3 are no numbers, and one called on is no truth value
+    found = read_yaml("- topology: t\n  block:\n    blocks:\n    - block: b\n      nodes: 0017,1e3,on", gpus=8)
+    assert found.hosts == ("0017", "1e3", "on")
 
 
 def test_hostlists() -> None:
@@ -103,14 +103,11 @@ def test_topograph() -> None:
 CSV = "bandwidth,a,b,c\na,,50,25\nb,50,,20\nc,25,20,\n"
 
 
-def test_a_measured_matrix() -> None:
+def test_matrices_in_csv_and_json() -> None:
     """Bandwidths in GB/s become nanoseconds per byte."""
     found = read_matrix_csv(CSV)
     assert found.host_distance[0].tolist() == pytest.approx([0.0, 1 / 50, 1 / 25])
-
-
-def test_matrices_in_json_and_csv_are_the_same() -> None:
-    """The mean of both ways counts."""
+    # the mean of both ways counts
     text = json.dumps({"kind": "distance", "names": list("abc"), "matrix": [[0, 1, 3], [3, 0, 4], [3, 4, None]]})
     assert read_matrix_json(text).host_distance[0].tolist() == [0.0, 2.0, 3.0]
 
@@ -189,12 +186,6 @@ def test_a_yaml_bomb_is_refused_at_its_first_alias() -> None:
     lines = ["- &a0 [lol]", *(f"- &a{k} [{', '.join(9 * [f'*a{k - 1}'])}]" for k in range(1, 10))]
     with pytest.raises(Misconfigured, match="line 1: anchors, aliases and tags are not read"):
         read_yaml("\n".join(lines), gpus=8)
-
-
-def test_names_in_yaml_stay_text() -> None:
-    """Hosts called 0017 and 1e3 are no numbers, and one called on is no truth value."""
-    found = read_yaml("- topology: t\n  block:\n    blocks:\n    - block: b\n      nodes: 0017,1e3,on", gpus=8)
-    assert found.hosts == ("0017", "1e3", "on")
 
 
 @given(text=st.text(alphabet="ab:-[]\"'#& \n,", max_size=60))

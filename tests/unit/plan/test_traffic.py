@@ -40,14 +40,11 @@ def test_a_collective_is_shared_among_its_partners() -> None:
     assert (found == 20.0 * (1 - np.eye(4))).all()
 
 
-def test_stages_exchange_with_their_neighbours() -> None:
+def test_stages_exchange_with_their_neighbours_in_a_ring_where_interleaved() -> None:
     """Of 4 stages, the first and the last do not meet."""
     found = dense(RankTraffic.of_job(Parallel(pp=4), {"pp": 5.0}))
     assert (found == 10.0 * (abs(np.subtract.outer(np.arange(4), np.arange(4))) == 1)).all()
-
-
-def test_interleaved_stages_form_a_ring() -> None:
-    """With several parts per stage the last stage hands back to the first."""
+    # with several parts per stage the last stage hands back to the first
     found = dense(RankTraffic.of_job(Parallel(pp=4, virtual=2, schedule="interleaved"), {"pp": 5.0}))
     assert (found[0, 3], found[0, 2]) == (10.0, 0.0)
 
@@ -66,29 +63,25 @@ def test_the_bytes_of_groups_are_those_of_their_pairs(axis: Axis) -> None:
         assert traffic.between(label, 24) == pytest.approx(expected)
 
 
-def test_a_ring_is_a_thousandth_of_its_collective() -> None:
+def test_a_ring_is_a_thousandth_of_its_collective_and_of_two_ranks_one_pair() -> None:
     """Of 5 ranks that send 4 bytes each, the 5 neighbours share 20 bytes both ways: 1/1000 more of them."""
     traffic = RankTraffic.of_job(Parallel(tp=5), {"tp": 4.0})
     more = dense(traffic.with_rings()) - dense(traffic)
     assert (more.sum() / 2, more[0, 1], more[0, 2]) == (pytest.approx(20e-3), pytest.approx(4e-3), 0.0)
-
-
-def test_a_ring_of_two_has_one_pair() -> None:
-    """Two stages that hand to each other both ways are one pair, not two."""
+    # two stages that hand to each other both ways are one pair, not two
     block = AxisTraffic(axis="pp", members=np.array([[0, 1]]), pair_bytes=np.array([3.0]), pattern="ring")
     assert (len(block.pairs()[0]), block.pairs()[2].sum()) == (1, 3.0)
 
 
-def test_tensor_parallel_ranks_send_activations() -> None:
+def test_ranks_of_tp_and_pp_send_activations() -> None:
     """tp 2: per layer and sample 10 collectives of A, half of each sent; 8 layers, 32 samples."""
     activation = 2048 * 1024 * 2
     assert sent_bytes(job(Parallel(tp=2)))["tp"] == 10 * activation / 2 * 8 * 32
-
-
-def test_full_recomputation_sends_forward_again() -> None:
-    """4 more collectives of A per layer and sample."""
+    # 4 more collectives of A per layer and sample
     more = sent_bytes(job(Parallel(tp=2), recompute="full"))["tp"] / sent_bytes(job(Parallel(tp=2)))["tp"]
     assert more == pytest.approx(14 / 10)
+    # pp 2, tp 2: A / tp to the next stage, per micro-batch
+    assert sent_bytes(job(Parallel(tp=2, pp=2)))["pp"] == 32 * 2048 * 1024 * 2 / 2
 
 
 def test_replicas_send_gradients_once() -> None:
@@ -98,21 +91,13 @@ def test_replicas_send_gradients_once() -> None:
     assert found == pytest.approx(2 * 3 / 4 * parameters * 4)
 
 
-def test_shards_are_gathered_for_every_micro_batch() -> None:
+def test_shards_of_all_or_part_of_the_replicas_are_gathered_for_every_micro_batch() -> None:
     """zero 3: two gathers of 2 bytes and one reduction of 4, 8 times."""
     whole, sharded = (sent_bytes(job(Parallel(dp=4, zero=zero)))["dp_cp"] for zero in (0, 3))
     assert sharded / whole == pytest.approx(8 * (2 + 2 + 4) / (2 * 4))
-
-
-def test_shards_of_part_of_the_replicas() -> None:
-    """HSDP: shards inside 2, and their gradients between 2 replicas of them."""
+    # HSDP: shards inside 2, and their gradients between 2 replicas of them
     found = sent_bytes(job(Parallel(dp=4, zero=3, shard=2)))
     assert found["replicate"] / found["shard"] == pytest.approx((1 * 4 / 2) / (0.5 * 8))
-
-
-def test_stages_send_activations() -> None:
-    """pp 2, tp 2: A / tp to the next stage, per micro-batch."""
-    assert sent_bytes(job(Parallel(tp=2, pp=2)))["pp"] == 32 * 2048 * 1024 * 2 / 2
 
 
 def test_the_axes_are_those_of_traffic() -> None:

@@ -29,16 +29,12 @@ def rehearsal(*ranks: Left | None, gpus: tuple[str, ...] = (), hosts: int = 1) -
     """The answer when these ranks left that; None: one left nothing."""
     reports = [
         RankReport(
-            rank=rank,
-            steps=left.steps,
-            peak_bytes=left.peak_bytes,
-            reports=left.reports,
-            calls=left.calls,
+            rank=rank, steps=left.steps, peak_bytes=left.peak_bytes, reports=left.reports, calls=left.calls,
             members=left.members,
         )
         for rank, left in enumerate(ranks)
         if left is not None
-    ]
+    ]  # fmt: skip
     return api._rehearsal("torchrun --nproc-per-node 4 train.py", len(ranks), hosts, gpus, reports)
 
 
@@ -56,13 +52,9 @@ def test_equal_ranks_are_told_once() -> None:
     said = "all ranks came to their end: values and order hold, times do not: 4 ranks shared the cores of this machine."
     assert found.verdict == said
     assert printed(found).splitlines() == [
-        said,
-        "4 ranks on CPUs, 3 optimizer steps",
-        "Different between ranks: nothing.",
-        "",
-        "overlap(Llama) on ranks 0-3:",
-        "all_gather  zero_sm  12",
-    ]
+        said, "4 ranks on CPUs, 3 optimizer steps", "Different between ranks: nothing.", "",
+        "overlap(Llama) on ranks 0-3:", "all_gather  zero_sm  12",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

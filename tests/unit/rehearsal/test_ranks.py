@@ -27,13 +27,9 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, ranks_per_host: int, gpu
     ],
 )
 def test_ranks_are_dealt_out_to_gpus_and_counted_on_hosts(
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: int,
-    per_host: int,
-    gpus: tuple[str, ...],
-    devices: list[str],
+    monkeypatch: pytest.MonkeyPatch, ranks: int, per_host: int, gpus: tuple[str, ...], devices: list[str],
     hosts: list[int],
-) -> None:
+) -> None:  # fmt: skip
     """GPUs in turn, hosts in order; each rank sees one GPU, and is a host of its own for NCCL, over loopback."""
     made = [rank_variables(rank, ranks_per_host=per_host, gpus=gpus) for rank in range(ranks)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in made] == devices

@@ -44,24 +44,23 @@ def test_long_tables_are_for_the_verbose(training: Diagnosis, table: str) -> Non
     assert not headings(verbose=False)
 
 
-def test_in_short_the_three_dearest_findings_are_named_and_the_rest_counted(training: Diagnosis) -> None:
+def test_in_short_three_findings_are_named_with_their_first_sentence_and_the_rest_counted(training: Diagnosis) -> None:
     many = msgspec.structs.replace(training, findings=training.findings[:1] * 5)
     short = printed(many, verbose=False)
     assert "\n3. " in short
     assert "\n4. " not in short
     assert "--verbose: 2 more findings" in short
-
-
-def test_in_short_advice_ends_after_its_first_sentence_and_reasons_after_two_lines(training: Diagnosis) -> None:
     long = msgspec.structs.replace(training.findings[0], advice="Do this (1.5 x). Because.", evidence="seen " * 60)
     text = printed(msgspec.structs.replace(training, findings=(long,)), verbose=False)
     assert "→ Do this (1.5 x)\n   seen" in text  # the remedy comes first
     assert [line[-6:] for line in text.splitlines() if line.startswith("   seen")] == ["n seen", "seen …"]
 
 
-def test_a_step_of_a_few_us_does_not_read_zero(training: Diagnosis) -> None:
+def test_steps_of_a_few_us_and_the_error_of_the_replay_are_said(training: Diagnosis) -> None:
     totals = msgspec.structs.replace(training.totals, duration_us=0.042 * len(training.steps))
     assert " of 0.042 µs" in printed(msgspec.structs.replace(training, totals=totals))
+    wanted = "The unchanged replay takes 91.30 ms where 90.60 ms were measured: an error of +0.8%."
+    assert wanted in printed(training, width=120)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +78,6 @@ def test_a_step_of_a_few_us_does_not_read_zero(training: Diagnosis) -> None:
 )
 def test_lines_at_80_columns(training: Diagnosis, line: str) -> None:
     assert line in [each.rstrip() for each in printed(training).splitlines()]
-
-
-def test_the_replay_says_its_error(training: Diagnosis) -> None:
-    wanted = "The unchanged replay takes 91.30 ms where 90.60 ms were measured: an error of +0.8%."
-    assert wanted in printed(training, width=120)
 
 
 def test_it_fits_80_columns_without_escape_sequences(training: Diagnosis) -> None:
@@ -117,10 +111,7 @@ def test_collectives_are_ranked_by_exposed_time(training: Diagnosis) -> None:
     assert lines[header + 1].startswith(f"{worst.op} #{worst.index} ")
 
 
-def test_missing_ranks_are_said_once() -> None:
+def test_missing_ranks_are_said_once_and_a_diagnosis_without_communication_renders(empty: Diagnosis) -> None:
     text = printed(diagnosed(rank(op("matmul", 0, 100)), world_size=8), width=400)
     assert text.lower().count("no trace") == 1
-
-
-def test_diagnosis_without_communication_renders(empty: Diagnosis) -> None:
     assert "no steps found, 1.00 ms in all" in printed(empty)

@@ -85,26 +85,25 @@ def test_matmuls_are_no_building_blocks() -> None:
     assert "Building blocks" not in "\n".join(lines_of(measured.matmuls()))
 
 
-def test_summaries_leave_marked_rows_out() -> None:
+def test_summaries_leave_marked_rows_out_and_of_marked_rows_alone_have_no_figures() -> None:
     """Mean and lowest of nccl from two rows, of the other from the one that may be believed; best first."""
     found = [
         (it.mechanism, it.hidden, it.lowest, it.rows, it.marked) for it in mechanism_summaries(measured.usual().rows)
     ]
     assert found == [("nccl+max_ctas=8", 0.5, 0.5, 1, 1), ("nccl", pytest.approx(0.2), -0.1, 2, 0)]
+    it = mechanism_summaries((measured.row(marked="late"),))[0]
+    assert (it.hidden, it.lowest, it.speedup, it.marked) == (None, None, None, 1)
 
 
-def test_speedup_is_a_geometric_mean() -> None:
+def test_speedup_is_a_geometric_mean_and_a_head_start_counts_as_serial_time() -> None:
     """Of 2000/1000 and 2000/4000 it is 1."""
     rows = (measured.row(together=1000.0), measured.row(together=4000.0))
     assert mechanism_summaries(rows)[0].speedup == pytest.approx(1.0)
-
-
-def test_a_head_start_counts_as_serial_time() -> None:
-    """T_g + T_c + h over T."""
+    # T_g + T_c + h over T
     assert measured.row(order="comm_first", head_start_us=100.0, together=1050.0).speedup == pytest.approx(2.0)
 
 
-def test_means_by_collective_leave_marked_rows_out() -> None:
+def test_means_by_collective_leave_marked_rows_out_and_take_legs_apart() -> None:
     """The mean of each mechanism over the rows of each collective, of those that may be believed."""
     rows = (*measured.usual().rows, measured.row(collective="all_reduce", together=1900.0))
     found = mean_hidden(rows, lambda row: row.collective)
@@ -112,11 +111,7 @@ def test_means_by_collective_leave_marked_rows_out() -> None:
         "nccl": {"all_gather": pytest.approx(0.2), "all_reduce": pytest.approx(0.1)},
         "nccl+max_ctas=8": {"all_gather": 0.5},
     }
-
-
-def test_a_mechanism_with_only_marked_rows_has_no_figures() -> None:
-    it = mechanism_summaries((measured.row(marked="late"),))[0]
-    assert (it.hidden, it.lowest, it.speedup, it.marked) == (None, None, None, 1)
+    assert list(mean_hidden(measured.exchanges().rows, lambda row: row.operation)["torch"]) == ["dispatch", "combine"]
 
 
 def test_mechanisms_of_matmuls_are_summarized() -> None:
@@ -131,10 +126,6 @@ def test_mechanisms_of_matmuls_are_summarized() -> None:
     assert (said["blocks"], said["marked"], said["times_torch"]) == (10, 1, {"torch": 1.0, "cuts": 1.25, "auto": 1.25})
 
 
-def test_legs_are_one_collective_each_in_means() -> None:
-    assert list(mean_hidden(measured.exchanges().rows, lambda row: row.operation)["torch"]) == ["dispatch", "combine"]
-
-
 @pytest.mark.parametrize(
     "case", [measured.usual, measured.blocks, measured.matmuls, measured.exchanges, measured.hostile]
 )
@@ -144,11 +135,8 @@ def test_it_fits_a_terminal(case: object) -> None:
     assert max(len(line) for line in lines_of(case(), 80)) <= 80
 
 
-def test_control_characters_do_not_reach_the_terminal() -> None:
+def test_hostile_names_reach_no_terminal_and_stay_in_their_cells_in_markdown() -> None:
     assert "\x1b" not in "\n".join(lines_of(measured.hostile()))
-
-
-def test_names_stay_in_their_cells_in_markdown() -> None:
     table = [line for line in markdown(measured.hostile()).splitlines() if "alert" in line]
     assert [("<script" in line.replace("\\<", ""), "\x1b" in line) for line in table] == [(False, False)] * len(table)
 

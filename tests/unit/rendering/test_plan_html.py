@@ -58,11 +58,12 @@ def test_what_does_not_fit_is_said_first() -> None:
     ]
 
 
-def test_it_fits_a_terminal() -> None:
+def test_it_fits_a_terminal_and_a_hostile_name_moves_no_cursor() -> None:
     """Tables, also with hostile names; the lines above them are one each, for what is piped."""
     for found in (predicted.usual(), predicted.hostile()):
         tables = printed(found, 80).split("Where the step goes")[1]
         assert max(map(len, tables.splitlines())) <= 80
+    assert "\x1b" not in printed(predicted.hostile())
 
 
 def test_the_curve_of_the_step_has_a_band() -> None:
@@ -88,10 +89,6 @@ def test_the_page_says_how_sure_it_is(tmp_path: Path) -> None:
         assert said in text
 
 
-def test_a_hostile_name_moves_no_cursor() -> None:
-    assert "\x1b" not in printed(predicted.hostile())
-
-
 def test_the_timeline_has_a_bar_for_each_slot_and_a_row_for_each_stage() -> None:
     drawn = timeline_figure(predicted.usual().timeline)
     (panel,) = drawn.panels
@@ -100,16 +97,13 @@ def test_the_timeline_has_a_bar_for_each_slot_and_a_row_for_each_stage() -> None
     assert panel.x.high == max(end for marks in panel.marks for end in marks.ends)
 
 
-def test_a_curve_leaves_out_what_cannot_be() -> None:
+def test_a_curve_leaves_out_what_cannot_be_and_mfu_where_no_speed_is_known() -> None:
     """Three lines of two points."""
     panels = curves_figure(predicted.usual().curves[0]).panels
     assert [panel.title for panel in panels] == ["step, ms", "MFU", "exposed"]
     assert [(len(marks.x), panel.x.ticks) for panel in panels for marks in panel.marks] == [
         (2, [(0, "2"), (1, "4")])
     ] * 7
-
-
-def test_a_curve_without_a_gpu_of_known_speed_has_no_points_of_mfu() -> None:
     curve = predicted.usual().curves[0]
     unknown = [msgspec.structs.replace(point, mfu=None) for point in curve.points]
     panels = curves_figure(msgspec.structs.replace(curve, points=tuple(unknown))).panels

@@ -16,11 +16,8 @@ TABLE = Table(
     title="Steps",
     unit="ms",
     columns=(
-        Column("name"),
-        Column("", is_bar=True),
-        Column("time", say.milliseconds),
-        Column("share", say.percent, optional=True),
-        Column("very\nlong head", say.count, optional=True),
+        Column("name"), Column("", is_bar=True), Column("time", say.milliseconds),
+        Column("share", say.percent, optional=True), Column("very\nlong head", say.count, optional=True),
         Column("why"),
     ),
     rows=[
@@ -32,7 +29,7 @@ TABLE = Table(
     ],
     notes=("second: made up",),
     legend=(("compute", "compute"), ("wait", "waiting")),
-)
+)  # fmt: skip
 
 
 def printed(table: Table, width: int) -> list[str]:

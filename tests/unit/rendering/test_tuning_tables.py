@@ -113,14 +113,11 @@ def test_what_was_tried_is_shown_fastest_first_and_marked_ones_last(tmp_path: Pa
     assert "8 CTAs without it" in page(tmp_path, example_tuned())
 
 
-def test_a_page_without_steps_says_that_nothing_confirms_it(tmp_path: Path) -> None:
+def test_a_page_says_what_nothing_confirms_and_where_more_pairs_are(tmp_path: Path) -> None:
     text = page(tmp_path, tuned(tuned_pair("zero_sm")))
     assert "nothing confirms that what pairs save alone, a step saves" in text
     assert "Whole steps</h2>" not in text
-
-
-def test_a_page_of_many_pairs_ends(tmp_path: Path) -> None:
-    """And says where the others are; each can be unfolded."""
+    # and says where the others are; each can be unfolded
     text = page(tmp_path, tuned(*[tuned_pair("zero_sm")] * (MAX_PAIRS + 1)))
     assert text.count("<details>") == MAX_PAIRS
     assert f"The first {MAX_PAIRS} of {MAX_PAIRS + 1} pairs; the file holds all." in text

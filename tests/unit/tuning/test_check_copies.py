@@ -71,17 +71,12 @@ def test_nccl_alone_had_no_effect() -> None:
     assert "counterpoint.report(group)" in found.knobs[0].fix
 
 
-def test_ranks_without_effect_are_named() -> None:
-    """One of three that made its calls by NCCL is a problem, whatever the others did."""
-    found = effect(BY_COPIES, BY_NCCL, BY_COPIES)
-    assert (found.took_effect, found.knobs[0].on_ranks) == (False, (1,))
-    assert found.verdict == "had no effect on rank 1: no copy between GPUs, 3 calls by NCCL in 0.13 ms"
-
-
-def test_copies_at_the_same_time_count_once() -> None:
+def test_copies_at_the_same_time_count_once_and_unknown_sizes_not_at_all() -> None:
     """Two streams copy for 40 µs together: that is 40 µs of communication."""
     found = effect((GEMM, to_peer(0, 40), to_peer(0, 40, stream=31)), BY_COPIES)
     assert (found.per_rank[0].copies, found.per_rank[0].copies_us) == (2, 40.0)
+    # one copy of unknown size makes the sum unknown
+    assert effect((to_peer(0, 1), to_peer(2, 3, bytes=-1)), BY_COPIES).per_rank[0].copied_bytes is None
 
 
 def test_own_copies_are_those_on_the_streams_of_the_copies() -> None:
@@ -106,11 +101,14 @@ def test_kernels_of_other_libraries_are_told_from_nccl() -> None:
     assert "4 calls by NCCL and other kernels" in found.verdict
 
 
-def test_who_only_receives_is_no_problem() -> None:
+def test_who_only_receives_or_has_no_trace_is_named() -> None:
     """The sender's engine pushes: a receiver neither copies nor runs a kernel. A note says so."""
     found = effect(BY_COPIES, (GEMM,))
     assert (found.took_effect, found.knobs[0].on_ranks) == (True, (0,))
     assert found.notes == ("rank 1: neither copies nor calls; who only receives, makes none",)
+    found = effect(BY_COPIES, BY_COPIES, world_size=4)
+    assert (found.took_effect, found.missing_ranks) == (True, (2, 3))
+    assert found.notes == ("no trace of ranks 2-3 (of 4 ranks): nothing is said of them",)
 
 
 def test_no_communication_at_all_is_no_effect() -> None:
@@ -118,17 +116,6 @@ def test_no_communication_at_all_is_no_effect() -> None:
     found = effect((GEMM,))
     assert (found.took_effect, found.verdict) == (False, "nothing is proved: these traces hold no communication")
     assert "two or more" in found.knobs[0].fix
-
-
-def test_ranks_without_a_trace_are_named() -> None:
-    found = effect(BY_COPIES, BY_COPIES, world_size=4)
-    assert (found.took_effect, found.missing_ranks) == (True, (2, 3))
-    assert found.notes == ("no trace of ranks 2-3 (of 4 ranks): nothing is said of them",)
-
-
-def test_unknown_sizes_are_not_summed() -> None:
-    """One copy of unknown size makes the sum unknown."""
-    assert effect((to_peer(0, 1), to_peer(2, 3, bytes=-1)), BY_COPIES).per_rank[0].copied_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -156,21 +143,15 @@ def test_the_sum_kernel_is_called_so() -> None:
     assert SUM_KERNEL in [kernel.name for kernel in kernels if kernel.decorator_list]
 
 
-def test_the_verdict_is_printed_first_and_fits() -> None:
+def test_the_verdict_is_printed_first_then_calls_and_those_that_copied_least() -> None:
     """Then what to do, in one line each; tables fit 80 columns."""
     lines = printed(effect(BY_COPIES, BY_NCCL)).splitlines()
     assert (lines[0][:30], lines[1][:6]) == ("✗ had no effect on rank 1: no ", "→ name")
     assert max(map(len, lines[2:])) <= 80
-
-
-def test_calls_are_printed_for_all_ranks_with_the_worst_named() -> None:
-    """One line for an operation, however many ranks there are."""
+    # one line for an operation, however many ranks there are
     longer = (GEMM, comm("all_gather", 0, 5000))
     assert "NCCL all_gather     2 5.05            1 5.00" in printed(effect((comm("all_gather", 0, 50),), longer))
-
-
-def test_of_many_ranks_those_that_copied_least_are_printed() -> None:
-    """The last has NCCL's calls beside its copies."""
+    # the last has NCCL's calls beside its copies
     ranks = [BY_COPIES] * MAX_RANKS + [(*BY_COPIES, comm("all_reduce", 200, 280))]
     rows = [line for line in printed(effect(*ranks)).splitlines() if "2.0 KiB" in line]
     assert (len(rows), rows[-1].split()[0]) == (MAX_RANKS, str(MAX_RANKS))

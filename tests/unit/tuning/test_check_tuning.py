@@ -58,15 +58,12 @@ def the(found: Effect, knob: str) -> KnobEffect:
     return next(each for each in found.knobs if each.knob == knob)
 
 
-def test_copies_without_a_call_of_nccl_prove_zero_sm() -> None:
+def test_copies_without_a_call_of_nccl_prove_zero_sm_and_its_calls_refute_it() -> None:
     """Two copies of the size of one call each are two calls."""
     found = effect((chosen("zero_sm"),), (gemm(0, 100), copied(0, 40), copied(100, 140)))
     assert (found.took_effect, found.verdict) == (True, "1 of 1 choices took effect")
     assert the(found, "zero_sm").seen == "2 calls by copy engines, none by NCCL"
-
-
-def test_zero_sm_that_nccl_made_had_no_effect() -> None:
-    """The knob was a no-op: the calls are counted, and what to do is said."""
+    # the knob was a no-op: the calls are counted, and what to do is said
     found = effect((chosen("zero_sm"),), (gemm(0, 100), comm("all_gather", 0, 70)))
     assert (found.took_effect, found.verdict) == (False, "1 of 1 choices had no effect")
     assert the(found, "zero_sm").seen == "1 call by NCCL of 24 CTAs"

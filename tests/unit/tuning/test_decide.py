@@ -42,13 +42,10 @@ def test_a_sure_gain_goes_before_a_larger_one_that_is_not() -> None:
     assert decide(PAIR, [tried("nccl", 100), tried("a", 50, 40), tried("b", 90)], stock="nccl").mechanism == "b"
 
 
-def test_what_is_marked_is_never_chosen() -> None:
+def test_what_is_marked_is_never_chosen_and_against_a_marked_stock_nothing_is_proved() -> None:
     found = decide(PAIR, [tried("nccl", 100), tried("a", 10, marked="it did nothing")], stock="nccl")
     assert (found.mechanism, found.next_best) == (LEAVE, None)
     assert found.why == "no time of another mechanism can be believed; a: it did nothing"
-
-
-def test_nothing_is_proved_against_a_stock_that_is_marked() -> None:
     found = decide(PAIR, [tried("nccl", 100, marked="late"), tried("a", 10)], stock="nccl")
     assert (found.mechanism, found.why) == (LEAVE, "the time of nccl must not be believed: late")
 

@@ -68,10 +68,7 @@ def test_a_gpu_without_a_data_sheet_is_measured_without_the_model() -> None:
     assert set(found.values()) == {None}
 
 
-@given(
-    st.dictionaries(st.sampled_from([f"m{n}" for n in range(9)]), st.floats(1, 1e6), min_size=1),
-    st.integers(0, 5),
-)
+@given(st.dictionaries(st.sampled_from([f"m{n}" for n in range(9)]), st.floats(1, 1e6), min_size=1), st.integers(0, 5))
 def test_a_model_that_is_wrong_never_drops_stock(times: dict[str, float], most: int) -> None:
     """Stock is there whatever is predicted, and nothing that was left out is predicted to be faster than what is in."""
     kept = list(best_of({"nccl": 1e9, **times}, "nccl", most))

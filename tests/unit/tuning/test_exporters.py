@@ -29,16 +29,12 @@ def tuned(*pairs: TunedPair) -> Tuned:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_pair_is_found_in_every_form(form: str) -> None:
+def test_every_form_has_every_pair_and_hostile_names_in_comments_alone(form: str) -> None:
     """By its number and its choice, in a comment."""
     comments = [line.strip() for line in export(hostile_tuned(), form).splitlines() if line.strip().startswith("#")]
     for number, one in enumerate(hostile_tuned().pair, 1):
         assert any(line.startswith(f"# pair {number}, {one.mechanism}: ") for line in comments)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_hostile_name_is_in_comments_alone(form: str) -> None:
-    """Lines that begin with # and hold nothing but printable ASCII."""
+    # lines that begin with # and hold nothing but printable ASCII
     text = export(hostile_tuned(), form)
     assert text.isascii()
     assert all(line.isprintable() for line in text.split("\n"))
@@ -78,10 +74,15 @@ def test_marked_times_count_for_nothing() -> None:
     assert "# pair 2, leave: not measured under this (" in text
 
 
-def test_a_minimum_of_ctas_has_a_maximum() -> None:
+def test_the_yaml_has_nothing_but_settings_and_a_maximum_for_a_minimum() -> None:
     """NCCL refuses it without one."""
     assert yaml.safe_load(export(tuned(tuned_pair("nccl+min_ctas=16")), "megatron-yaml")) == {
         "dp_cp": {"max_ctas": 64, "min_ctas": 16}
+    }
+    # megatron looks up groups in it, which None would not let it
+    assert yaml.safe_load(export(tuned(tuned_pair("zero_sm")), "megatron-yaml")) == {}
+    assert yaml.safe_load(export(hostile_tuned(), "megatron-yaml")) == {
+        "dp_cp": {"is_high_priority_stream": True, "max_ctas": 8}
     }
 
 
@@ -98,17 +99,6 @@ def test_megatron_reads_options_by_group() -> None:
     read = yaml.safe_load(export(tuned(tuned_pair("nccl+max_ctas=8+cga_cluster=2"), alltoall), "megatron-yaml"))
     assert nccl_options("dp_cp", read) == {"max_ctas": 8, "cga_cluster_size": 2, "is_high_priority_stream": False}
     assert nccl_options("ep", read)["is_high_priority_stream"] is True
-
-
-def test_a_file_without_settings_is_an_empty_mapping() -> None:
-    """Megatron looks up groups in it, which None would not let it."""
-    assert yaml.safe_load(export(tuned(tuned_pair("zero_sm")), "megatron-yaml")) == {}
-
-
-def test_hostile_names_add_nothing_to_the_yaml() -> None:
-    assert yaml.safe_load(export(hostile_tuned(), "megatron-yaml")) == {
-        "dp_cp": {"is_high_priority_stream": True, "max_ctas": 8}
-    }
 
 
 def test_the_python_form_sets_options_and_reads_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,13 +132,10 @@ def test_a_form_names_what_the_machine_has() -> None:
     assert "NCCL None" not in export(cpu, "env")
 
 
-def test_a_mechanism_that_there_is_not_is_refused() -> None:
+def test_a_mechanism_or_form_that_there_is_not_is_refused() -> None:
     with pytest.raises(Misconfigured, match=r"mechanism 'rm -rf': allowed are leave, nccl, nccl_zero_cta"):
         export(tuned(tuned_pair("rm -rf")), "env")
     with pytest.raises(Misconfigured, match="mechanism '\\$\\(x\\)': allowed are leave, torch"):
         export(tuned(tuned_pair("$(x)", operation="exchange")), "env")
-
-
-def test_a_form_that_there_is_not_is_refused() -> None:
     with pytest.raises(Misconfigured, match="no form 'yaml'; choose from: env, megatron-yaml, python"):
         export(example_tuned(), "yaml")

@@ -33,18 +33,14 @@ PLANTED = replace(
         SHIPPED.nccl_rates,
         latency_us=21.0,
         bus_gb_per_s={
-            "all_gather": 150.0,
-            "reduce_scatter": 140.0,
-            "all_reduce": 130.0,
-            "all_to_all": 120.0,
-            "broadcast": 110.0,
+            "all_gather": 150.0, "reduce_scatter": 140.0, "all_reduce": 130.0, "all_to_all": 120.0, "broadcast": 110.0,
         },
     ),
     sums=replace(SHIPPED.sums, sm_gb_per_s=10.0 * 1.02**110, memory_gb_per_s=1700.0, contention=0.1),
     contention=replace(SHIPPED.contention, compute_loss=0.08, comm_loss=0.03, gemm_wins=0.7, comm_cluster=2),
     mechanisms=SHIPPED.mechanisms | MECHANISMS,
     efficiency=replace(SHIPPED.efficiency, matmul=0.8, clock=0.7, memory=0.6, host_us=30.0, host_collective_us=60.0),
-)
+)  # fmt: skip
 
 
 @cache
@@ -81,9 +77,11 @@ def test_the_rates_predict_as_the_planted_ones_do() -> None:
     assert sum(errors) / len(errors) < 2 * 0.8 * NOISE
 
 
-def test_the_link_is_found() -> None:
+def test_the_link_and_the_ctas_for_full_speed_are_found() -> None:
     """Large arrays tell it: within three deviations of one time."""
     assert fitted(NOISE).rates.push_gb_per_s == pytest.approx(180.0, rel=3 * NOISE)
+    # 16 have 0.95 of the speed, 8 have 0.55
+    assert fitted(NOISE).nccl.full_speed_ctas == 16
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"])
@@ -99,11 +97,6 @@ def test_crossovers_lie_where_the_planted_times_meet(collective: str) -> None:
     assert max(meets) / 4 <= found <= 4 * max(meets)
 
 
-def test_the_ctas_for_full_speed_are_found() -> None:
-    """16 have 0.95 of the speed, 8 have 0.55."""
-    assert fitted(NOISE).nccl.full_speed_ctas == 16
-
-
 def test_rates_of_nccl_are_found() -> None:
     """Bandwidth within three deviations of one time; the latency within that part of the smallest time used."""
     found, planted = fitted(NOISE).nccl_rates, PLANTED.nccl_rates
@@ -114,13 +107,10 @@ def test_rates_of_nccl_are_found() -> None:
     assert found.latency_us == pytest.approx(planted.latency_us, abs=3 * NOISE * smallest)
 
 
-def test_contention_is_found() -> None:
+def test_contention_and_sums_are_found() -> None:
     """All its figures as planted, where nothing is noisy."""
     about = {"source": "", "date": "", "time_spread": None}
     assert replace(fitted().contention, **about) == replace(PLANTED.contention, **about)
-
-
-def test_sums_are_found() -> None:
     found = fitted().sums
     assert (found.sm_gb_per_s, found.memory_gb_per_s) == pytest.approx((PLANTED.sums.sm_gb_per_s, 1700.0), rel=1e-3)
     assert found.contention == pytest.approx(1 - MECHANISMS["zero_sm"].compute_kept, abs=1e-3)
@@ -135,22 +125,16 @@ def test_speeds_kept_are_found(name: str) -> None:
     )
 
 
-def test_measured_fields_of_efficiency_are_found() -> None:
+def test_measured_fields_of_efficiency_are_found_and_others_assumed() -> None:
     """What GEMMs reach in bursts and under load, streams, launches."""
     names = ("matmul", "clock", "memory", "host_us", "host_collective_us")
     found = [getattr(fitted().efficiency, name) for name in names]
     assert found == pytest.approx([0.8, 0.7, 0.6, 30.0, 60.0], rel=1e-3)
-
-
-def test_other_fields_of_efficiency_are_assumed() -> None:
-    """They are not in the file, and the note counts them."""
+    # they are not in the file, and the note counts them
     assert "flash_forward" not in json_of(fitted())["efficiency"]
     assert fitted().efficiency.flash_forward == SHIPPED.efficiency.flash_forward
     assert "efficiency (15 figures) of H200 as shipped" in fitted().note()
-
-
-def test_mechanisms_that_were_not_measured_are_assumed() -> None:
-    """Who plans with one finds it."""
+    # who plans with one finds it
     assert fitted().mechanisms["zero_sm_copied"] == SHIPPED.mechanisms["zero_sm_copied"]
     assert "zero_sm_copied" not in json_of(fitted())["mechanisms"]
 
@@ -178,12 +162,6 @@ def test_a_mechanism_that_could_not_run_says_why() -> None:
     assert found.left_out["rates"].endswith("of several sizes and collectives; zero_sm: no peer access")
 
 
-def test_a_time_that_cannot_be_is_refused() -> None:
-    damaged = replace(measured().rows[0], together=replace(measured().rows[0].together, us=0.0))
-    with pytest.raises(Misconfigured, match=r"gemm 8192x8192x8192 \| all_gather \| 0.5 in 0.0 µs cannot be"):
-        fit_profile(replace(measured(), rows=(damaged,)), known=SHIPPED)
-
-
 def test_a_gpu_without_data_sheet_has_no_figures_of_its_sms() -> None:
     """Contention, sums, and what GEMMs reach of a peak."""
     where = replace(measured().environment, gpu="Unheard-of 9000")
@@ -192,9 +170,12 @@ def test_a_gpu_without_data_sheet_has_no_figures_of_its_sms() -> None:
     assert set(json_of(found)["efficiency"]) == {"host_us", "host_collective_us", "source", "date", "time_spread"}
 
 
-def test_rows_that_tell_nothing_are_refused() -> None:
+def test_rows_that_tell_nothing_or_cannot_be_are_refused() -> None:
     with pytest.raises(Misconfigured, match=r"nothing can be fitted: rates: 0 times of zero_sm"):
         fit_profile(replace(measured(), rows=(), blocks=()), known=SHIPPED)
+    damaged = replace(measured().rows[0], together=replace(measured().rows[0].together, us=0.0))
+    with pytest.raises(Misconfigured, match=r"gemm 8192x8192x8192 \| all_gather \| 0.5 in 0.0 µs cannot be"):
+        fit_profile(replace(measured(), rows=(damaged,)), known=SHIPPED)
 
 
 def test_the_file_of_a_fit_is_read_again() -> None:

@@ -94,16 +94,12 @@ def test_a_matmul_beside_a_gather(tmp_path: Path) -> None:
     assert (found, notes) == (
         (
             StepPair(
-                operation="all_gather",
-                compute="gemm 4096x2048x1024*2",
-                bytes_per_rank=8 * MIB,
-                ranks=2,
-                dtype="bfloat16",
-                first="compute_first",
+                operation="all_gather", compute="gemm 4096x2048x1024*2", bytes_per_rank=8 * MIB, ranks=2,
+                dtype="bfloat16", first="compute_first",
             ),
         ),
         (),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -181,10 +177,7 @@ def test_a_matmul_whose_product_is_scattered(tmp_path: Path) -> None:
         ([matmul(100, 900.0, 64, 64, 64, 1), gather(200, 300.0, 2, dtype="?")], "their size or ranks: record it with"),
         ([matmul(100, 900.0, 64, 64, 64, 1), gather(200, 300.0, 2, elements=16)], "less than 4 KiB"),
         ([matmul(100, 900.0, 64, 64, 64, 1), gather(200, 300.0, 2, dtype="Long")], "dtype 'int64'"),
-        (
-            [[copy("Memcpy PtoP (Device -> Device)", 200, 300.0, stream=9)]],
-            "record the step without",
-        ),
+        ([[copy("Memcpy PtoP (Device -> Device)", 200, 300.0, stream=9)]], "record the step without"),
     ],
 )
 def test_what_a_trace_does_not_say_is_counted(tmp_path: Path, beside: list[list[Event]], said: str) -> None:

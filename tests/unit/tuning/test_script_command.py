@@ -36,20 +36,11 @@ def test_variables_before_a_command() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "",
-        "srun python train.py",
-        "accelerate launch train.py",
-        "torchrun",
-        "torchrun --nproc-per-node 2",
-        "torchrun --no-python ./train",
-        "python",
-        "python -c 'print()'",
-        "python -m",
-        "python --version train.py",
-        "torchrun 'train.py",
-        f"torchrun -m {SCRIPT} train.py",
+        "", "srun python train.py", "accelerate launch train.py", "torchrun", "torchrun --nproc-per-node 2",
+        "torchrun --no-python ./train", "python", "python -c 'print()'", "python -m", "python --version train.py",
+        "torchrun 'train.py", f"torchrun -m {SCRIPT} train.py",
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_taken_apart_is_refused(command: str) -> None:
     with pytest.raises(Misconfigured, match=r"--run .*(torchrun|leave out)"):
         parse_command(command)

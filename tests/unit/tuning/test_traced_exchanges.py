@@ -68,13 +68,9 @@ def test_dispatch_and_combine_are_one_exchange(tmp_path: Path) -> None:
     (found,), notes = layers.pairs(tmp_path)
     assert notes == ()
     assert found == StepPair(
-        operation="exchange",
-        compute="512x512x16x4 4096 uniform",
-        bytes_per_rank=ROWS * HIDDEN * 2,
-        ranks=2,
-        dtype="bfloat16",
-        calls=4,
-    )
+        operation="exchange", compute="512x512x16x4 4096 uniform", bytes_per_rank=ROWS * HIDDEN * 2, ranks=2,
+        dtype="bfloat16", calls=4,
+    )  # fmt: skip
     check_pair(found)
 
 
