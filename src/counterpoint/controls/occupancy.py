@@ -237,9 +237,14 @@ class Shaper:
         return tuple(found for found in self._shapes.values() if found is not None)
 
     def dynamic_smem(
-        self, handle: int, *, threads: int, dynamic_smem_bytes: int = 0, clustered: bool = False,
+        self,
+        handle: int,
+        *,
+        threads: int,
+        dynamic_smem_bytes: int = 0,
+        clustered: bool = False,
         cooperative: bool = False,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Return the bytes of dynamic shared memory to launch a kernel with, and permit the kernel to have them.
 
         The permission stays: it changes nothing by itself, and captured graphs need it. `handle` is a `CUfunction` or

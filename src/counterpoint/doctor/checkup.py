@@ -55,9 +55,12 @@ class _Probing:
 
 
 def collect_readings(
-    *, bandwidth: bool = True, torch: bool = False, limit_s: float = 60.0,
+    *,
+    bandwidth: bool = True,
+    torch: bool = False,
+    limit_s: float = 60.0,
     tell: Callable[[str], None] = lambda what: None,
-) -> Readings:  # fmt: skip
+) -> Readings:
     """Return all readings of this machine; ask NVML first, so that no probe of ours is in NVML's list of processes.
 
     With `bandwidth`, copies between GPUs are measured, which takes some seconds and 512 MiB of memory on each; with

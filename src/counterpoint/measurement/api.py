@@ -103,9 +103,16 @@ def count_ranks(device: str, world_size: int | None, *, verb: str = "measure") -
 
 
 def measure_parts(
-    suite: str, parts: Sequence[Scenario | Block], *, device: str, world_size: int, rounds: int, timeout_s: float,
-    budget_s: float | None = None, progress: Progress | None = None,
-) -> Measurement:  # fmt: skip
+    suite: str,
+    parts: Sequence[Scenario | Block],
+    *,
+    device: str,
+    world_size: int,
+    rounds: int,
+    timeout_s: float,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+) -> Measurement:
     """Return the measurement of scenarios and building blocks, which must have distinct names, in their order.
 
     Only `measure` and `tune` start ranks, both by this function, with a `world_size` from `count_ranks`. After
@@ -218,9 +225,14 @@ VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "PYTORCH_", "OMP_")  # pref
 
 
 def launch(
-    plan: Plan, *, folder: Path, timeout_s: float, startup_s: float = STARTUP_S, progress: Progress | None = None,
+    plan: Plan,
+    *,
+    folder: Path,
+    timeout_s: float,
+    startup_s: float = STARTUP_S,
+    progress: Progress | None = None,
     module: str = WORKER,
-) -> None:  # fmt: skip
+) -> None:
     """Start ranks that run all of `plan`; return when all have ended well. The plan's results file must exist, empty.
 
     Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends. `folder` gets

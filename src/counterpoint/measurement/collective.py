@@ -133,9 +133,15 @@ class Comm:
 
 
 def allocate(
-    collective: str, *, numel: int, dtype: torch.dtype, rank: int, world_size: int, seed: int,
+    collective: str,
+    *,
+    numel: int,
+    dtype: torch.dtype,
+    rank: int,
+    world_size: int,
+    seed: int,
     empty: Callable[[int], Tensor],
-) -> Buffers:  # fmt: skip
+) -> Buffers:
     """Return the buffers of one collective, whose full array has `numel` elements (from `elements_of`).
 
     They hold random data that differs on each rank. `empty` allocates a number of elements: plain memory, or memory

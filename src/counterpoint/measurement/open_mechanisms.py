@@ -128,9 +128,13 @@ def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object)
 
 @contextmanager
 def open_all(
-    session: Session, mechanisms: Sequence[Mechanism], collective: str, numel: int, stock: Lanes,
+    session: Session,
+    mechanisms: Sequence[Mechanism],
+    collective: str,
+    numel: int,
+    stock: Lanes,
     unavailable: dict[str, str],
-) -> Iterator[tuple[list[Opened], Opened]]:  # fmt: skip
+) -> Iterator[tuple[list[Opened], Opened]]:
     """Yield every mechanism that can run, opened, its data checked, and one without controls to compare them with.
 
     All ranks enter together; `unavailable` gets why others cannot run.
@@ -199,9 +203,15 @@ class Checked(Generic[C]):
 
 
 def open_checked(
-    session: Session, names: Sequence[str], open_caller: Callable[[str], C], first: Callable[[C], Tensor],
-    errors: Callable[[Tensor], tuple[float, float]], unavailable: dict[str, str], *, allowed: str,
-) -> list[Checked[C]]:  # fmt: skip
+    session: Session,
+    names: Sequence[str],
+    open_caller: Callable[[str], C],
+    first: Callable[[C], Tensor],
+    errors: Callable[[Tensor], tuple[float, float]],
+    unavailable: dict[str, str],
+    *,
+    allowed: str,
+) -> list[Checked[C]]:
     """Return the mechanisms that can run, opened, each with its first result checked; all ranks call it together.
 
     `open_caller` returns the `Caller` of a mechanism, to be closed by the user of this function; `first` runs a call

@@ -137,9 +137,12 @@ def _trials(
 
 
 def _size_bytes(
-    session: Session, scenario: Scenario, mechanisms: Sequence[Mechanism], compute_us: Callable[[], float],
+    session: Session,
+    scenario: Scenario,
+    mechanisms: Sequence[Mechanism],
+    compute_us: Callable[[], float],
     calibration: Calibration,
-) -> int:  # fmt: skip
+) -> int:
     """Return the message size: as asked, or so that the fastest base mechanism takes `ratio` times the compute time."""
     if scenario.size_bytes is not None:
         return scenario.size_bytes
@@ -154,9 +157,13 @@ def _size_bytes(
 
 
 def _fitted_sms(
-    session: Session, collective: str, workload: Workload, size: int, compute_us: Callable[[], float],
+    session: Session,
+    collective: str,
+    workload: Workload,
+    size: int,
+    compute_us: Callable[[], float],
     calibration: Calibration,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """Return how many SMs `choose_gemm_sms` leaves to this pair's GEMM, equal on all ranks; None: all SMs."""
     if collective not in REDUCTIONS:
         return None

@@ -271,9 +271,14 @@ class Hiding:
 
 
 def hiding(
-    operation: TensorOperation, size: int, world_size: int, *, flop_per_s: float, link_bytes_per_s: float,
+    operation: TensorOperation,
+    size: int,
+    world_size: int,
+    *,
+    flop_per_s: float,
+    link_bytes_per_s: float,
     element_bytes: int = 2,
-) -> Hiding:  # fmt: skip
+) -> Hiding:
     """Return whether the transfer can hide behind the matmul: whether the arithmetic takes at least as long.
 
         all_gather + matmul       M K b (w - 1) / w / B <= 2 M N K / R    iff    N >= b R (w - 1) / (2 w B)

@@ -72,9 +72,16 @@ def choose_gemm_sms(pair: Pair, profile: Profile) -> GemmSms:
 
 
 def predict(
-    curves: Curves, workload: str, collective: str, size_bytes: int, split: SmSplit, *,
-    orders: Sequence[Order] = ORDERS, objective: Objective = "mean", contention: Contention | None = None,
-) -> Budget:  # fmt: skip
+    curves: Curves,
+    workload: str,
+    collective: str,
+    size_bytes: int,
+    split: SmSplit,
+    *,
+    orders: Sequence[Order] = ORDERS,
+    objective: Objective = "mean",
+    contention: Contention | None = None,
+) -> Budget:
     """Return the predicted times of a GEMM and a collective under one division of the SMs.
 
     `curves` have the measured times of both sides alone, `workload` is a name in them, and `size_bytes` is of the full
@@ -115,9 +122,16 @@ def predict(
 
 
 def choose_split(
-    curves: Curves, workload: str, collective: str, size_bytes: int, *, orders: Sequence[Order] = ORDERS,
-    candidates: Iterable[SmSplit] | None = None, objective: Objective = "mean", contention: Contention | None = None,
-) -> Budget:  # fmt: skip
+    curves: Curves,
+    workload: str,
+    collective: str,
+    size_bytes: int,
+    *,
+    orders: Sequence[Order] = ORDERS,
+    candidates: Iterable[SmSplit] | None = None,
+    objective: Objective = "mean",
+    contention: Contention | None = None,
+) -> Budget:
     """Return the division of SMs with the least predicted time of GEMM and collective together; on a tie the first.
 
     The arguments are as in `predict`; `candidates` are the splits to compare, None: all from `candidates_for` for this

@@ -175,9 +175,12 @@ class Curves:
 
 
 def curves_from(
-    blocks: Iterable[BlockRow], products: Mapping[str, Sequence[Product]], *, layout: SmLayout,
+    blocks: Iterable[BlockRow],
+    products: Mapping[str, Sequence[Product]],
+    *,
+    layout: SmLayout,
     default_ctas: int | None = None,
-) -> Curves:  # fmt: skip
+) -> Curves:
     """Return curves from rows of GEMMs and collectives measured alone; skip marked rows and rows of no `SmSplit`.
 
     GEMMs are measured as `stock` and `gemm_sms=N`, collectives as `nccl[+max_ctas=N][+cga_cluster=N]`; of rows with

@@ -102,9 +102,12 @@ class _Parts:
 
 
 def choose_expert(
-    task: ExpertExchange, profile: Profile | None = None, *, offered: Sequence[ExchangeMechanism] | None = None,
+    task: ExpertExchange,
+    profile: Profile | None = None,
+    *,
+    offered: Sequence[ExchangeMechanism] | None = None,
     host_us: Mapping[ExchangeMechanism, float] | None = None,
-) -> ExpertPlan:  # fmt: skip
+) -> ExpertPlan:
     """Return the simplest mechanism (torch's is simplest) whose exposed time is within `MARGIN` of the least.
 
     Another mechanism than torch's is chosen only if it adds less than torch's by `MARGIN`. Two kinds of exchange are

@@ -197,9 +197,14 @@ class SmShares:
 
 
 def play(
-    kernels: Sequence[GemmKernel], comm_us: float, *, compute_at_us: float, comm_at_us: float, comm_first: bool,
+    kernels: Sequence[GemmKernel],
+    comm_us: float,
+    *,
+    compute_at_us: float,
+    comm_at_us: float,
+    comm_first: bool,
     shares: SmShares,
-) -> float:  # fmt: skip
+) -> float:
     """Return the µs at which kernels and collective have ended, simulated kernel by kernel and wave by wave.
 
     CTAs of a collective that find no SMs start when the kernel that holds them ends. While the collective is resident,

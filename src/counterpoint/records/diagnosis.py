@@ -204,9 +204,18 @@ class Finding(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, kind: str, cost_us: float, step_us: float, *, title: str, evidence: str, advice: str,
-        rank: int | None = None, start_us: float | None = None, end_us: float | None = None,
-    ) -> Finding:  # fmt: skip
+        cls,
+        kind: str,
+        cost_us: float,
+        step_us: float,
+        *,
+        title: str,
+        evidence: str,
+        advice: str,
+        rank: int | None = None,
+        start_us: float | None = None,
+        end_us: float | None = None,
+    ) -> Finding:
         """Return a finding; its severity is high if it costs 10 % of `step_us` or more, medium from 3 %, else low."""
         share = cost_us / step_us if step_us > 0 else 0.0
         return cls(

@@ -34,9 +34,11 @@ _NAME = "name the modules of each pair in `where`, if their calls should differ"
 
 
 def check(
-    traces: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], tuned: Tuned | None = None, *,
+    traces: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    tuned: Tuned | None = None,
+    *,
     progress: Callable[[int, int, str], None] | None = None,
-) -> Effect:  # fmt: skip
+) -> Effect:
     """Return whether copy engines moved a job's communication, or, with `tuned`, whether each choice took effect.
 
     `traces` are of some steps, as for `diagnose`; `progress` is called as (files done, all files, what runs now).
@@ -185,9 +187,13 @@ def _overruled(tuned: Tuned, machine: Environment) -> dict[TunedPair, str]:
 
 
 def _effect(
-    number: int, pair: TunedPair, knob: str, digests: Sequence[RankDigest], calls: Sequence[dict[TunedPair, PairCalls]],
+    number: int,
+    pair: TunedPair,
+    knob: str,
+    digests: Sequence[RankDigest],
+    calls: Sequence[dict[TunedPair, PairCalls]],
     instead: str | None,
-) -> KnobEffect:  # fmt: skip
+) -> KnobEffect:
     """Return the effect of one setting (knob): the worst state on any rank, and the ranks in that state."""
     by_state = defaultdict[KnobState, list[tuple[int, Sight]]](list)
     for digest, of_pairs in zip(digests, calls, strict=True):

@@ -124,9 +124,15 @@ class ScriptComparison:
     """
 
     def __init__(
-        self, command: RunCommand, folder: Path, recorded: ScriptResult, *, sets_variables: bool, budget_s: float,
+        self,
+        command: RunCommand,
+        folder: Path,
+        recorded: ScriptResult,
+        *,
+        sets_variables: bool,
+        budget_s: float,
         timeout_s: float = TIMEOUT_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._command, self._folder = command, folder
         self._budget_s, self._timeout_s = budget_s, timeout_s
         self._runs, self._followed = 0, ""

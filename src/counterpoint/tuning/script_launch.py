@@ -221,9 +221,15 @@ def launch_script(
 
 
 def run_ranks(
-    command: RunCommand, program: str, *, folder: Path, variables: Mapping[str, str], timeout_s: float,
-    progress: Callable[[], object], lacking: str,
-) -> None:  # fmt: skip
+    command: RunCommand,
+    program: str,
+    *,
+    folder: Path,
+    variables: Mapping[str, str],
+    timeout_s: float,
+    progress: Callable[[], object],
+    lacking: str,
+) -> None:
     """Run a script to its end, each rank through the module `program`; write the log and the ranks' files to `folder`.
 
     `progress` is called again and again, and returns something else after progress. After `timeout_s` seconds without

@@ -157,9 +157,16 @@ def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) 
 
 
 def _linear(
-    name: str, local: LocalShape, *, n: int, k: int, m: int | None = None, batch: int = 1, fp8: bool = True,
+    name: str,
+    local: LocalShape,
+    *,
+    n: int,
+    k: int,
+    m: int | None = None,
+    batch: int = 1,
+    fp8: bool = True,
     normed: bool = False,
-) -> LayerWork:  # fmt: skip
+) -> LayerWork:
     """Return the operations of a linear layer: `batch` products [m, k] x [k, n] forward, twice as many backward.
 
     Without `m`, the input is all tokens of the rank. `normed`: a norm writes the input; `fp8`: the layer runs in fp8 if

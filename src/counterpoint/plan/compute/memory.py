@@ -228,9 +228,12 @@ def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_facto
 
 
 def activation_bytes(
-    model: Model, local: LocalShape, recompute: Literal["none", "selective", "full"], experts: Experts | None = None,
+    model: Model,
+    local: LocalShape,
+    recompute: Literal["none", "selective", "full"],
+    experts: Experts | None = None,
     modules: Collection[RecomputeModule] = CORE_ONLY,
-) -> float:  # fmt: skip
+) -> float:
     """Return the bytes of activations that one layer keeps for one micro-batch on one rank.
 
     Backward recomputes as `recompute` says; if "selective", `modules`. Without `experts` the layer is dense.

@@ -253,9 +253,13 @@ def candidates(
 
 
 def _candidate(
-    algorithm: str, phases: Schedule, protocols: tuple[Protocol, Protocol], num_bytes: float, own_kb: float,
+    algorithm: str,
+    phases: Schedule,
+    protocols: tuple[Protocol, Protocol],
+    num_bytes: float,
+    own_kb: float,
     links: tuple[Links, Links],
-) -> Candidate:  # fmt: skip
+) -> Candidate:
     """Return a candidate with its predicted time on `links[0]`, and its time by NCCL's own model on `links[1]`."""
     protocol, compared = protocols
     hops, bandwidth = compared_us = links[0].hops_and_bandwidth_us(protocol, phases, num_bytes)

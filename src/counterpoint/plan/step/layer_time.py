@@ -319,9 +319,14 @@ def _compute(operations: Iterable[Operation], rates: GpuRates) -> TimeByPart:
 
 
 def _exposed(
-    job: Job, rates: GpuRates, prices: MeshTimes, exchanges: Iterable[Exchange], weight_us: float, experts_us: float,
+    job: Job,
+    rates: GpuRates,
+    prices: MeshTimes,
+    exchanges: Iterable[Exchange],
+    weight_us: float,
+    experts_us: float,
     compute_us: float,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Return the µs of exposed communication by part; exchanges during dW share one exposed time, by their µs alone."""
     exposed: dict[str, float] = {}
     during_dw, halves, others = [], [], []
