@@ -6,6 +6,7 @@ Times are µs, bandwidths GB/s, sizes bytes. `Diagnosis` is the contract `counte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Literal
 
@@ -30,6 +31,11 @@ def ranks_in_words(ranks: tuple[int, ...]) -> str:
     runs = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True)]
     shown = ", ".join(runs[:_RUNS_SHOWN]) + (" …" if len(runs) > _RUNS_SHOWN else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 kernel`, `2 kernels`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Source(Record, frozen=True, kw_only=True):
@@ -201,6 +207,7 @@ class Finding(Record, frozen=True, kw_only=True):
     rank: int | None = None
     start_us: float | None = None
     end_us: float | None = None
+    remedy: str | None = None  # name of the change, where one change removes several findings
 
     @classmethod
     def of(
@@ -229,6 +236,14 @@ class Finding(Record, frozen=True, kw_only=True):
             start_us=start_us,
             end_us=end_us,
         )
+
+
+def by_remedy(findings: Sequence[Finding]) -> list[tuple[Finding, ...]]:
+    """Return the findings grouped by the change that removes them; groups are in the order of their first finding."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.remedy or finding.advice, []).append(finding)
+    return [tuple(group) for group in groups.values()]
 
 
 class HostTime(Record, frozen=True, kw_only=True):

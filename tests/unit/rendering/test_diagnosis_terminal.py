@@ -44,12 +44,24 @@ def test_long_tables_are_for_the_verbose(training: Diagnosis, table: str) -> Non
     assert not headings(verbose=False)
 
 
-def test_in_short_the_three_dearest_findings_are_named_and_the_rest_counted(training: Diagnosis) -> None:
-    many = msgspec.structs.replace(training, findings=training.findings[:1] * 5)
+def test_in_short_three_remedies_are_named_and_the_findings_of_others_counted(training: Diagnosis) -> None:
+    first, change = training.findings[0], msgspec.structs.replace
+    many = change(training, findings=tuple(change(first, advice=f"Do {n}") for n in range(5)))
     short = printed(many, verbose=False)
     assert "\n3. " in short
     assert "\n4. " not in short
     assert "--verbose: 2 more findings" in short
+
+
+def test_findings_with_one_remedy_are_one_card(training: Diagnosis) -> None:
+    """The remedy stands once, with the first of its findings; the costs and titles of the others follow."""
+    change = msgspec.structs.replace
+    first, second, third = (change(f, remedy=r) for f, r in zip(training.findings, ("a", None, "a"), strict=True))
+    text = printed(change(training, findings=(first, second, third)), verbose=False)
+    cards = text[text.index("1. ") :].split("\n2. ")
+    assert f"also 1.90 ms  {third.title}" in cards[0]
+    assert third.advice not in text
+    assert second.title in cards[1]
 
 
 def test_in_short_advice_ends_after_its_first_sentence_and_reasons_after_two_lines(training: Diagnosis) -> None:

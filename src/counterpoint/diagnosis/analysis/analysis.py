@@ -34,6 +34,8 @@ from counterpoint.records.diagnosis import (
     Straggler,
 )
 
+_UNTOLD_SHARE = 0.1  # of exposed communication: if more of it lacks ranks, known waits say little
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -50,6 +52,13 @@ class Analysis:
     def waits(self) -> Waits:
         """Return each rank's µs of waiting and of transfer in each collective."""
         return accounts.waits(self.job, self.busy)
+
+    @cached_property
+    def waits_untold(self) -> bool:
+        """Return whether much of the exposed communication is in collectives of which not all ranks were recorded."""
+        inside = self.waits.step >= 0
+        exposed = np.nansum(self.waits.exposed, axis=1)[inside]
+        return float(exposed[~self.waits.complete[inside]].sum()) > _UNTOLD_SHARE * float(exposed.sum())
 
     @cached_property
     def per_rank(self) -> tuple[RankAccount, ...]:

@@ -14,19 +14,17 @@ from counterpoint.diagnosis.analysis.replay import NO_SUSPECTED_WAITING
 from counterpoint.diagnosis.analysis.unrecorded import Unrecorded
 from counterpoint.diagnosis.findings.advice import (
     advise_exposed,
-    counted,
     in_parentheses,
     no_sm_collectives,
     saves_otherwise,
 )
-from counterpoint.records.diagnosis import Account, Collective, Finding, ranks_in_words
+from counterpoint.records.diagnosis import Account, Collective, Finding, counted, ranks_in_words
 from counterpoint.trace.timeline import F64, I64, Bools
 
 LEAST_EXPOSED_SHARE = 0.05  # of a step
 _LEAST_SUSPECTED_SHARE = 0.02  # of a step: healthy ranks wait for each other too
 _LEAST_LINK_SHARE = 0.02  # of a step
 _LEAST_NAMED_US = 5.0  # operations with less time would print as 0.00 ms
-_UNTOLD_SHARE = 0.1  # of exposed communication: if more of it lacks ranks, known waits say little
 _LEAST_COMPUTE_SHARE = 0.01  # of the time: if compute takes less, compute was not recorded
 _SLOW_FACTOR = 1.5  # a slow group takes this many times the median of other groups
 _LEAST_GROUPS = 3  # least number of groups to compare: of two, either may be the unusual one
@@ -59,8 +57,7 @@ def find_exposed(a: Analysis) -> Iterator[Finding]:
     worst = sorted(((name, us) for name, us in by_name.items() if us >= _LEAST_NAMED_US), key=lambda i: -i[1])
     parts = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in worst[:4])
     inside = w.step >= 0
-    exposed = np.nansum(w.exposed, axis=1)[inside]
-    untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD_SHARE * float(exposed.sum())
+    untold = a.waits_untold
     by_copies = by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2
     stages = any(
         k.op == "send_recv" and k.parallel == "pp" and k.exposed_us >= LEAST_EXPOSED_SHARE * a.step_us for k in kinds

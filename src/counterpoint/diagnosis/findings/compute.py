@@ -14,12 +14,11 @@ from counterpoint.diagnosis.findings.advice import (
     advise_kernel,
     advise_launch_order,
     advise_straggler,
-    counted,
     no_sm_collectives,
     short_name,
 )
 from counterpoint.records.causes import KERNEL_CAUSES, STRAGGLER_CAUSES
-from counterpoint.records.diagnosis import Finding, KernelComparison, Straggler, ranks_in_words
+from counterpoint.records.diagnosis import Finding, KernelComparison, Straggler, counted, ranks_in_words
 
 LEAST_SHARE = 0.01  # of a step: a finding that costs less is left out
 _KERNELS_NAMED = 3
@@ -92,7 +91,7 @@ def find_slow_kernels(a: Analysis) -> Iterator[Finding]:
             cause,
             cost,
             a.step_us,
-            title=KERNEL_CAUSES[cause].title.format(kernels=counted(len(group), "kind") + " of kernels"),
+            title=KERNEL_CAUSES[cause].title.format(kernels=counted(len(group), "kernel")),
             evidence=f"{lost / job.num_steps / 1e3:.2f} ms of kernel time {job.each}: " + "; ".join(parts) + waves,
             advice=advise_kernel(worst, job.digests[0].device.num_sms, a.stack, no_sm_collectives(a)),
         )

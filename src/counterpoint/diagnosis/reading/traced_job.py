@@ -16,7 +16,7 @@ from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.join import LOOSE_ENDS, Joined, join
 from counterpoint.errors import BadTrace
-from counterpoint.records.diagnosis import WHOLE_TRACE, ranks_in_words
+from counterpoint.records.diagnosis import WHOLE_TRACE, counted, ranks_in_words
 from counterpoint.trace.classify import is_nccl
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Bools, Kind, device_of
@@ -205,7 +205,7 @@ def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
     guessed = [replace(d, rank=next(free)) for d in digests if not d.rank_known]
     if guessed and len(digests) > 1:
         notes.append(
-            f"{len(guessed)} traces do not say their rank; numbered in the order of their names"
+            f"{counted(len(guessed), 'trace')} without a rank, numbered in the order of their names"
             if len({d.path for d in guessed}) > 1
             else f"the file does not say which ranks its {len(guessed)} GPUs are; numbered in their order"
         )
@@ -316,10 +316,10 @@ def _note_joins(joined: Joined, digests: list[RankDigest], missing: tuple[int, .
         alone = int(((joined.row[:, column] >= 0) & (present == 1) & partial).sum())
         if lost and lost < 0.5 * len(joined):
             notes.append(
-                f"rank {d.rank}: its trace lacks {lost} collectives that the others have; the rest still joins"
+                f"rank {d.rank}: {counted(lost, 'collective')} of the other ranks not in its trace; the rest is matched"
             )
         if alone:
-            notes.append(f"rank {d.rank}: {alone} collectives could not be joined with any other rank")
+            notes.append(f"rank {d.rank}: {counted(alone, 'collective')} matched with no other rank")
 
 
 def _own_notes(digests: list[RankDigest]) -> list[str]:
@@ -327,7 +327,8 @@ def _own_notes(digests: list[RankDigest]) -> list[str]:
     said = [d for d in digests if d.notes]
     notes = [f"rank {d.rank}: {note}" for d in said[:_RANKS_QUOTED] for note in d.notes]
     if len(said) > _RANKS_QUOTED:
-        notes.append(f"{len(said) - _RANKS_QUOTED} more ranks have such notes")
+        more = len(said) - _RANKS_QUOTED
+        notes.append(f"{counted(more, 'more rank')} with notes of this kind")
     return notes
 
 
