@@ -171,7 +171,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         # before the first event of the trace or after its last
         name="nothing_recorded",
         short="before or after all events",
-        title="Nothing was recorded, neither of host nor GPU, before the first event or after the last",
+        title="Nothing was recorded before the first event or after the last, neither of host nor GPU",
         kind="not_recorded",
         advice="record whole steps, and keep all events (a trace that was cut or sampled does not hold why); if the "
         "program did nothing then, torch.profiler.profile(with_stack=True) shows where it was",

@@ -24,7 +24,7 @@ KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
 Severity = Literal["high", "medium", "low"]
 
 
-def ranks_in_words(ranks: tuple[int, ...]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ascending ranks as text, `ranks 0-3, 5, 8-15`; of more than 8 ranges only the first 8 are named."""
     starts = [r for r, before in zip(ranks, (None, *ranks), strict=False) if before is None or r - before > 1]
     ends = [r for r, after in zip(ranks, (*ranks[1:], None), strict=True) if after is None or after - r > 1]
@@ -211,31 +211,14 @@ class Finding(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls,
-        kind: str,
-        cost_us: float,
-        step_us: float,
-        *,
-        title: str,
-        evidence: str,
-        advice: str,
-        rank: int | None = None,
-        start_us: float | None = None,
-        end_us: float | None = None,
-    ) -> Finding:
+        cls, kind: str, cost_us: float, step_us: float, *, title: str, evidence: str, advice: str,
+        rank: int | None = None, start_us: float | None = None, end_us: float | None = None,
+    ) -> Finding:  # fmt: skip
         """Return a finding; its severity is high if it costs 10 % of `step_us` or more, medium from 3 %, else low."""
         share = cost_us / step_us if step_us > 0 else 0.0
-        return cls(
-            kind=kind,
-            cost_us=cost_us,
-            severity="high" if share >= 0.1 else "medium" if share >= 0.03 else "low",
-            title=title,
-            evidence=evidence,
-            advice=advice,
-            rank=rank,
-            start_us=start_us,
-            end_us=end_us,
-        )
+        severity: Severity = "high" if share >= 0.1 else "medium" if share >= 0.03 else "low"
+        return cls(kind=kind, cost_us=cost_us, severity=severity, title=title, evidence=evidence, advice=advice,
+                   rank=rank, start_us=start_us, end_us=end_us)  # fmt: skip
 
 
 def by_remedy(findings: Sequence[Finding]) -> list[tuple[Finding, ...]]:

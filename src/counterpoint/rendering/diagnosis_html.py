@@ -25,7 +25,6 @@ from counterpoint.rendering.diagnosis_tables import (
     idle_table,
     kernels_table,
     kinds_table,
-    notes,
     replay_table,
     steps_in,
     stragglers_table,
@@ -104,7 +103,7 @@ def _page(diagnosis: Diagnosis) -> Page:
         ],
         tables=[
             *(table for table in made if table is not None),
-            Table(title="Notes", notes=notes(diagnosis)),
+            Table(title="Notes", notes=diagnosis.notes),
             *_provenance(diagnosis),
         ],
     )

@@ -409,15 +409,3 @@ def replay_table(diagnosis: Diagnosis) -> Table | None:
         rows=[unchanged, *replay.what_if],
         notes=[error, *filter(None, [replayed_waits(replay)])],
     )
-
-
-def notes(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis's notes, and a note on the largest offset between ranks' clocks."""
-    said = list(diagnosis.notes)
-    offsets = {rank: us for rank, us in diagnosis.clock_offsets_us.items() if us}
-    if offsets:
-        worst = max(offsets, key=lambda rank: abs(offsets[rank]))
-        within = diagnosis.clock_uncertainty_us.get(worst)
-        plus_minus = "" if within is None else f" ± {within:.1f}"
-        said.append(f"Clocks were aligned; the largest offset is rank {worst}'s: {offsets[worst]:,.1f}{plus_minus} µs.")
-    return said

@@ -16,7 +16,7 @@ from counterpoint.errors import printable
 from counterpoint.records.diagnosis import Diagnosis, Finding, by_remedy
 from counterpoint.records.hang import GroupState, Hang
 from counterpoint.rendering import formatting as say
-from counterpoint.rendering.diagnosis_tables import budget_table, notes, verbose_tables
+from counterpoint.rendering.diagnosis_tables import budget_table, verbose_tables
 from counterpoint.rendering.print_table import QUIET, below, heading, line, print_tables, text
 from counterpoint.rendering.table import Column, Table
 
@@ -36,7 +36,7 @@ def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False) -> 
     console.print(text(_scope(diagnosis), QUIET))
     of_ranks = budget_table(diagnosis, MAX_RANKS)
     more = verbose_tables(diagnosis) if verbose else []
-    remarks = Table(title="Notes", notes=notes(diagnosis))
+    remarks = Table(title="Notes", notes=diagnosis.notes)
     print_tables([*([of_ranks] if of_ranks else []), *more, remarks], console)
     console.print()
     line(console, diagnosis.verdict, "bold")
@@ -49,7 +49,9 @@ def _scope(diagnosis: Diagnosis) -> str:
     mean = say.duration(diagnosis.totals.duration_us / max(1, steps))
     parts.append(f"{steps} step{'s' * (steps != 1)} of {mean}" if steps else f"no steps found, {mean} in all")
     parts += [printable(diagnosis.gpu, 60)] if diagnosis.gpu else []
-    return " · ".join([*parts, f"{diagnosis.source.events:,} events ({diagnosis.source.format})"])
+    return " · ".join(
+        [*parts, f"{diagnosis.source.events:,} event{'s' * (diagnosis.source.events != 1)} ({diagnosis.source.format})"]
+    )
 
 
 def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -> None:

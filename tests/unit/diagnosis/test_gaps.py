@@ -533,7 +533,7 @@ def test_pageable_copies_are_a_finding() -> None:
     found = finding(d, "copies")
     assert found.cost_us == pytest.approx(400, rel=0.02)
     assert "pageable host memory" in found.evidence
-    assert "in 1 copy at 2.6 GB/s" in found.evidence
+    assert "in 1 copy at 2.62 GB/s" in found.evidence
     assert "pin_memory" in found.advice
     assert d.replay is not None
     steps = {w.name: w.step_us for w in d.replay.what_if}

@@ -84,7 +84,6 @@ def test_a_step_of_a_few_us_does_not_read_zero(training: Diagnosis) -> None:
         "█ compute alone  ▓ compute + communication  ▒ transfer  ░ wait  = copies  · idle",
         "unchanged                   ████████████████████████ 91.30    1.00×",
         "communication free          ███████████████████      71.20    1.28×",  # over the unchanged replay
-        "· Clocks were aligned; the largest offset is rank 7's: -9.8 ± 0.6 µs.",
         "2. 4.20 ms  GEMMs need a second wave beside NCCL",
         "   → Give the GEMM 108 SMs: cublasSetSmCountTarget(handle, 108), or NCCL 8 CTAs:",
     ],

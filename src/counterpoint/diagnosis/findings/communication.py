@@ -27,6 +27,9 @@ _LEAST_LINK_SHARE = 0.02  # of a step
 _LEAST_NAMED_US = 5.0  # operations with less time would print as 0.00 ms
 _LEAST_COMPUTE_SHARE = 0.01  # of the time: if compute takes less, compute was not recorded
 _SLOW_FACTOR = 1.5  # a slow group takes this many times the median of other groups
+_PACK_BYTES = 16  # NCCL moves packs of 16 bytes (pytorch#195450)
+_LEAST_PAYLOAD = 1 << 20  # bytes of the array: in smaller calls latency hides the alignment
+_SIMILAR = 4  # rates are compared where sizes differ by no more than this factor
 _LEAST_GROUPS = 3  # least number of groups to compare: of two, either may be the unusual one
 _LEAST_CALLS = 3  # least number of calls of each group
 _JOINED_SURELY = ("seq", "comms_id")  # required for sends and receives, whose order differs between ranks
@@ -118,13 +121,15 @@ def find_suspected_waits(a: Analysis) -> Iterator[Finding]:
     )
     worst = int(rows[np.argmax(np.nanmean(unrecorded.exposed_us[rows], axis=1))])
     one, took = a.collectives[worst], float(np.nanmin(w.transfer[worst]))
+    unsized = " (sizes are unknown: kernels of one name and grid count as equal)" if one.bytes is None else ""
     rank = "that was not recorded" if job.missing or len(job.ranks) == 1 else "whose part in them was not recorded"
     yield Finding.of(
         "suspected_wait",
         cost,
         a.step_us,
-        title=f"At least {cost / 1e3:.2f} ms of communication {job.each} is waiting for a rank {rank}",
-        evidence=f"beyond what the same operation usually takes in this recording, {job.each}: {parts}; worst: "
+        title=f"{'Probably' if unsized else 'At least'} {cost / 1e3:.2f} ms of communication {job.each} is waiting for "
+        f"a rank {rank}",
+        evidence=f"beyond what the operation usually takes in this recording{unsized}, {job.each}: {parts}; worst: "
         f"{one.op} #{one.index} of group {one.group}{in_parentheses(one.parallel, one.phase, one.module)} took "
         f"{took / 1e3:.2f} ms, where {unrecorded.usual_us[worst] / 1e3:.2f} ms is usual",
         advice="record all ranks in the same steps and diagnose them together, which names the late one and why; "
@@ -185,6 +190,45 @@ def find_slow_links(a: Analysis) -> Iterator[Finding]:
         start_us=float(np.nanmin(job.joined.start[worst])),
         end_us=float(np.nanmax(job.joined.end[worst])),
     )
+
+
+def find_odd_payloads(a: Analysis) -> Iterator[Finding]:
+    """Yield a finding if NCCL's gathers or scatters are slow because a rank's part is no multiple of 16 bytes.
+
+    They are compared with the fastest calls of the same operation and group, of similar size, with multiples.
+    """
+    job, lost, calls, worst = a.job, 0.0, 0, (0.0, "", 0)
+    even: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)  # size of the array, bytes per µs
+    odd: list[tuple[int, int]] = []
+    for j in np.flatnonzero(a.waits.step >= 0).tolist() if a.stack.nccl else ():
+        c, column = a.collectives[j], int((job.joined.row[j] >= 0).argmax())
+        comm, row = job.digests[column].comm, job.joined.row[j, column]
+        part = int({"all_gather": comm.sent, "reduce_scatter": comm.received}.get(c.op, comm.bytes)[row])
+        if c.op not in ("all_gather", "reduce_scatter") or part < 0 or (c.bytes or 0) < _LEAST_PAYLOAD:
+            continue
+        if part % _PACK_BYTES:
+            odd.append((j, part))
+        elif c.transfer_us > 0:
+            even[c.op, c.group].append((c.bytes or 0, (c.bytes or 0) / c.transfer_us))
+    for j, part in odd:
+        c, size = a.collectives[j], a.collectives[j].bytes or 0
+        rates = [rate for n, rate in even[c.op, c.group] if size <= _SIMILAR * n and n <= _SIMILAR * size]
+        slower = c.transfer_us * float(np.median(rates)) / size if rates else 1.0
+        if slower >= _SLOW_FACTOR:
+            exposed = float(np.nansum(a.waits.exposed_once[j])) / len(job.ranks) / job.num_steps
+            lost, calls, worst = lost + exposed * (1 - 1 / slower), calls + 1, max(worst, (slower, c.op, part))
+    cost = min(lost, a.saved_us.get("communication free", a.step_us))
+    if cost >= _LEAST_LINK_SHARE * a.step_us:
+        yield Finding.of(
+            "odd_payload",
+            cost,
+            a.step_us,
+            title=f"{counted(calls, 'collective')} slow because a rank's part is no multiple of {_PACK_BYTES} bytes",
+            evidence=f"worst: {worst[1]} of {worst[2]:,} bytes a rank takes {worst[0]:.1f} x as long for its size as "
+            "calls of the group with a multiple",
+            advice=f"pad what each rank sends or receives to a multiple of {_PACK_BYTES} bytes: under FSDP2 the sum of "
+            "a unit's shards, for instance a vocabulary that is a multiple of 8 x the number of ranks in bf16",
+        )
 
 
 def _slow_groups(w: Waits, collectives: tuple[Collective, ...], moving: F64) -> Iterator[_SlowGroup]:

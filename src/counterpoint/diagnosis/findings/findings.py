@@ -16,6 +16,7 @@ from counterpoint.diagnosis.findings.advice import remedy_of
 from counterpoint.diagnosis.findings.communication import (
     LEAST_EXPOSED_SHARE,
     find_exposed,
+    find_odd_payloads,
     find_slow_links,
     find_suspected_waits,
 )
@@ -25,8 +26,10 @@ from counterpoint.diagnosis.findings.compute import (
     find_late_ranks,
     find_launch_order,
     find_slow_kernels,
+    find_stream_order,
 )
 from counterpoint.diagnosis.findings.copies import find_copies
+from counterpoint.diagnosis.findings.data_parallel import find_buckets, find_late_gathers, find_one_unit
 from counterpoint.diagnosis.findings.idle import find_idle
 from counterpoint.diagnosis.findings.imbalance import find_expert_imbalance, find_pipeline_bubbles, find_turns
 from counterpoint.diagnosis.reading.traced_job import TracedJob
@@ -36,6 +39,11 @@ FINDERS: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (  # in this orde
     find_late_ranks,
     find_slow_kernels,
     find_launch_order,
+    find_stream_order,
+    find_one_unit,
+    find_late_gathers,
+    find_buckets,
+    find_odd_payloads,
     find_fsdp2_copies,
     find_idle,
     find_copies,

@@ -16,13 +16,12 @@ _LEAST_IDLE_SHARE = 0.1  # ... unless GPUs idle for this share of the step, and 
 _NAMED_SHARE = 0.01  # of a cause: evidence leaves out names with less time
 _PLACE_SHARE = 0.1  # of a cause: evidence leaves out phases and modules with less time
 _ON_HOSTS = (  # words of titles -> words for a job without GPUs
-    ("The GPUs run out of work at synchronisations", "Compute pauses where threads wait for each other"),
     ("The GPUs run out of work", "Compute pauses"),
     ("The GPUs wait for launches: host-bound", "Compute pauses between many small operations"),
     ("The GPUs wait", "Compute waits"),
     ("The GPUs idle", "Compute pauses"),
     ("queued kernels", "operations"),
-    ("neither of host nor GPU", "of no thread"),
+    (", neither of host nor GPU", ""),
 )
 _NAMES_ARE = {  # causes whose names in the evidence are not host operations during the gap
     "queued": "what then ran",
@@ -84,15 +83,9 @@ def _title(job: TracedJob, cause: IdleCause, named: tuple[HostTime, ...], held: 
     if cause.category == "operation" and named and named[0].us >= 0.5 * us:
         title = f"The GPUs run out of work while the host is in {short_name(named[0].name)}"
     if job.digests[0].device.from_host:
-        title = _without_gpus(title)
+        for of_gpus, of_hosts in _ON_HOSTS:
+            title = title.replace(of_gpus, of_hosts)
     return f"{title}, on {_whose(job, held)}" if held and held.columns else title
-
-
-def _without_gpus(title: str) -> str:
-    """Return the title of a finding in words that fit a job without GPUs."""
-    for of_gpus, of_hosts in _ON_HOSTS:
-        title = title.replace(of_gpus, of_hosts)
-    return title
 
 
 def _whose(job: TracedJob, held: HostPauses) -> str:

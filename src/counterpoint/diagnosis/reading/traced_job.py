@@ -173,6 +173,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     order = np.argsort(np.nanmin(joined.start, axis=1), kind="stable") if len(joined) else np.empty(0, int)
     _note_joins(joined, digests, missing, notes)
     notes += _own_notes(digests)
+    notes += _notes_on_devices(digests)
     return TracedJob(
         digests=tuple(digests),
         world_size=world,
@@ -252,10 +253,12 @@ def _clocks(joined: Joined, digests: list[RankDigest], notes: list[str]) -> Cloc
     unknown = [r for r, offset in zip(ranks, clocks.offset, strict=True) if not np.isfinite(offset)]
     if unknown and len(ranks) > 1:
         notes.append(f"no collective joins ranks {unknown} to rank {ranks[0]}: their clocks cannot be compared")
-    for r, offset, drift in zip(ranks, clocks.offset, clocks.drift, strict=True):
-        if abs(offset) > 0 and np.isfinite(offset):
-            tail = f", drifting by {drift * 1e6:.1f} ppm" if drift else ""
-            notes.append(f"clock of rank {r} is {offset / 1000:+.3f} ms off{tail}: corrected")
+    off = [c for c in range(len(ranks)) if abs(clocks.offset[c]) > 0 and np.isfinite(clocks.offset[c])]
+    for c in sorted(off, key=lambda c: -abs(clocks.offset[c]))[:_RANKS_QUOTED]:
+        tail = f", drifting by {clocks.drift[c] * 1e6:.1f} ppm" if clocks.drift[c] else ""
+        notes.append(f"clock of rank {ranks[c]} is {clocks.offset[c] / 1000:+.3f} ms off{tail}: corrected")
+    if len(off) > _RANKS_QUOTED:
+        notes.append(f"{counted(len(off) - _RANKS_QUOTED, 'further clock')} corrected by less")
     return clocks
 
 
@@ -278,6 +281,8 @@ def _steps(
         rows = [[d.steps.names.index(n) for n in common] for d in digests]
         start = np.stack([clocks.corrected(c, d.steps.start[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
         end = np.stack([clocks.corrected(c, d.steps.end[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
+        if more := sum(len(d.steps.names) > len(common) for d in digests):
+            notes.append(f"{counted(more, 'rank')} with further steps, which other ranks lack: only common steps count")
         zero = float(start[0].min())
         return zero, common, start - zero, end - zero
     if steps.found_by != "whole":
@@ -330,6 +335,17 @@ def _own_notes(digests: list[RankDigest]) -> list[str]:
         more = len(said) - _RANKS_QUOTED
         notes.append(f"{counted(more, 'more rank')} with notes of this kind")
     return notes
+
+
+def _notes_on_devices(digests: list[RankDigest]) -> list[str]:
+    """Return a note if ranks have different GPUs, or some of them none."""
+    by_name: dict[str, list[int]] = {}
+    for d in digests:
+        by_name.setdefault(str(d.device.name or "unknown GPU")[:60], []).append(d.rank)
+    if len(by_name) < 2:
+        return []
+    said = [f"{name}: {ranks_in_words(tuple(ranks))}" for name, ranks in by_name.items()]
+    return [f"the ranks differ in their devices: {'; '.join(said[:_RANKS_QUOTED])}"]
 
 
 def _reordered(joined: Joined, order: I64) -> Joined:
