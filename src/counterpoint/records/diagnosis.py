@@ -33,6 +33,11 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
+def in_sentence(title: str) -> str:
+    """Return a title as it stands within a sentence: its first letter is small, except in DDP or FSDP."""
+    return title if title[1:2].isupper() else title[:1].lower() + title[1:]
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 kernel`, `2 kernels`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -47,6 +47,10 @@ _OTHER_DEVICE = re.compile(
     r"\b(ascend|npu|hpu|gaudi|tpu|neuron)\b|^/device:|\bxla\b", re.IGNORECASE
 )  # name of a process
 _OF_DEVICE = re.compile(r"hpu|npu|privateuse1|xla|tpu|neuron", re.IGNORECASE)  # category of a device's events
+_UNREADABLE = (
+    "what this device ran cannot be read, only GPUs, XPU and MTIA recorded by torch.profiler, and Nsight Systems' "
+    "exports; use the tools of its vendor"
+)
 _NOT_RECORDED = ("GPU activity was not recorded: operations of the host stand for it in the accounts",)
 
 
@@ -124,14 +128,12 @@ def _check_devices(columns: Columns, label: str) -> None:
     for pid, name in columns.processes.items():
         if _OTHER_DEVICE.search(name) and columns.bare[pid]:
             raise BadTrace(
-                f"{counted(columns.bare[pid], 'event')} of process {name!r}: what this device ran cannot be read, only GPUs, XPU "
-                "and MTIA recorded by torch.profiler, and Nsight Systems' exports; use the tools of its vendor",
+                f"{counted(columns.bare[pid], 'event')} of process {name!r}: {_UNREADABLE}",
                 path=label,
             )
     if not columns.gpu and (ran := [c for c in columns.left_out if _OF_DEVICE.match(c)]):
         raise BadTrace(
-            f"{counted(columns.left_out[ran[0]], 'event')} of category {ran[0]!r} without a stream: what this device ran cannot "
-            "be read; use the tools of its vendor",
+            f"{counted(columns.left_out[ran[0]], 'event')} of category {ran[0]!r} without a stream: {_UNREADABLE}",
             path=label,
         )
 

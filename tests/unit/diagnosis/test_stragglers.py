@@ -79,7 +79,7 @@ def test_one_slow_kernel_is_not_a_slow_gpu() -> None:
     assert [(s.rank, s.cause, s.detail) for s in found] == [(1, "slow_kernel", "flash_fwd")]
     assert "flash_fwd takes 4.00 x as long as on rank" in found[0].evidence
     assert "all its other kernels 1.00 x" in found[0].evidence
-    advice = advise_straggler(found[0], TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False))
+    advice = advise_straggler(found[0], TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False, ddp=False))
     assert "drain" not in advice
     assert "what flash_fwd works on" in advice
 
@@ -229,5 +229,5 @@ def test_without_host_events_no_cause_is_claimed() -> None:
     (late,) = stragglers(job(*paused(("anything", 5000.0), recorded=False)))
     assert (late.rank, late.cause) == (3, "no_host_events")
     assert "ProfilerActivity.CPU" in advise_straggler(
-        late, TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False)
+        late, TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False, ddp=False)
     )

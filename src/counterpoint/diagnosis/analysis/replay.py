@@ -9,7 +9,8 @@ explains; only where that is too little (a trace without launches, say) such wai
 - no straggler: operations and host work of a straggler take as long as on a typical rank.
 - no contention: a compute kernel that ran during communication takes as long as alone.
 - communication twice as fast, free: the transfer of every collective is halved, or nothing. Where other ranks have no
-  trace, transfer cannot be told from waiting: all of the collective is scaled except its suspected waiting.
+  trace, transfer cannot be told from waiting: all of the collective is scaled except its suspected waiting. Not tried
+  where the trace has no launches and the graph does not explain it: what waits for communication is then unknown.
 - no suspected waiting for ranks not recorded: collectives take no longer than such usually do (`unrecorded.py`).
 - launch order fixed: a collective that found every SM taken by a persistent kernel does not wait for that kernel. The
   kernel is not slowed in turn.
@@ -108,12 +109,13 @@ def replay(
         what_if[NO_SUSPECTED_WAITING] = changed(
             graph, duration=graph.duration - late, transfer=graph.transfer - np.minimum(late, graph.transfer)
         )
-    if (graph.kind == Kind.COMM).any():
+    launched = bool((np.isfinite(graph.order) & (graph.row >= 0)).any())
+    if (graph.kind == Kind.COMM).any() and (explained or launched):
         what_if["communication twice as fast"] = _communication(graph, 0.5, late)
         what_if["communication free"] = _communication(graph, 0.0, late)
     held = held or {}
     what_if |= {name: not_held(graph, of_operations(graph, rows, False)) for name, rows in held.items()}
-    if hosts_known:
+    if hosts_known and launched:
         what_if |= _of_hosts(graph, job, ends, hosts)
     if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _LEAST_COPY_SHARE * graph.window_us.max():
         what_if["no copies"] = _no_copies(graph, job, hosts)
@@ -176,9 +178,7 @@ def _communication(graph: ReplayGraph, factor: float, waiting: F64) -> ReplayGra
 
 
 def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:
-    """Return, by name, the graphs without host time and without host stalls; empty if no launch is recorded."""
-    if not (np.isfinite(graph.order) & (graph.row >= 0)).any():
-        return {}
+    """Return, by name, the graphs without host time and without host stalls."""
     found = {"hosts free (CUDA graphs)": _hosts_free(graph, ends, hosts)}
     stalling = graph.host_gap - _in_copies(graph, job, hosts)
     if (stalling >= STALL_US).any():

@@ -59,7 +59,7 @@ def find_one_unit(a: Analysis) -> Iterator[Finding]:
 
 def find_late_gathers(a: Analysis) -> Iterator[Finding]:
     """Yield a finding if most of FSDP's gathers begin only when the compute before them has ended."""
-    if not a.stack.fsdp or _is_one_unit(a):
+    if not a.stack.fsdp or a.job.digests[0].device.from_host or _is_one_unit(a):
         return
     every = _of_data_parallelism(a, "all_gather")
     late = [_late_gathers(a, c, every) for c in range(len(a.job.ranks))]
@@ -109,7 +109,7 @@ def find_buckets(a: Analysis) -> Iterator[Finding]:
     job = a.job
     every = _of_data_parallelism(a, "all_reduce")
     every = every[[(a.collectives[j].bytes or 0) >= _LEAST_GRADIENTS for j in every.tolist()]]
-    if a.stack.fsdp or not len(every):
+    if not a.stack.ddp or not len(every):
         return
     of_ranks = [(c, _in_time(a, c, every)) for c in range(len(job.ranks))]
     faults = [_bucket_fault(a, c, rows[a.waits.step[rows] == s]) for c, rows in of_ranks
@@ -186,11 +186,16 @@ def _bucket_fault(a: Analysis, column: int, rows: I64) -> tuple[str, float, str]
 
 
 def _of_data_parallelism(a: Analysis, *ops: str) -> I64:
-    """Return the collectives of data-parallel groups with these operations in the analysed steps."""
+    """Return the collectives of data-parallel groups with these operations in the analysed steps.
+
+    Groups without names count as data-parallel: only traces of Gloo lack the names.
+    """
     found = [
         j
         for j, one in enumerate(a.collectives)
-        if one.step is not None and one.op in ops and "dp" in (one.parallel or "").split("+")
+        if one.step is not None
+        and one.op in ops
+        and "dp" in (one.parallel or ("dp" if one.group == "?" else "")).split("+")
     ]
     return np.array(found, np.int64)
 

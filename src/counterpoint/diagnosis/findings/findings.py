@@ -33,7 +33,7 @@ from counterpoint.diagnosis.findings.data_parallel import find_buckets, find_lat
 from counterpoint.diagnosis.findings.idle import find_idle
 from counterpoint.diagnosis.findings.imbalance import find_expert_imbalance, find_pipeline_bubbles, find_turns
 from counterpoint.diagnosis.reading.traced_job import TracedJob
-from counterpoint.records.diagnosis import Finding
+from counterpoint.records.diagnosis import Finding, in_sentence
 
 FINDERS: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (  # in this order where costs are equal
     find_late_ranks,
@@ -115,7 +115,7 @@ def verdict(a: Analysis, findings: tuple[Finding, ...]) -> str:
     elif first.kind in ("exposed_comm", "copies"):  # the title gives the duration, which differs from the cost
         said = f"; at most {_cost(first)} {'of it ' if first.kind == 'exposed_comm' else ''}can be saved"
     what = "Main loss" if first.kind in _SYMPTOMS else "Main cause"
-    return f"{head} {what}: {first.title[0].lower() + first.title[1:]}{said}."
+    return f"{head} {what}: {in_sentence(first.title)}{said}."
 
 
 def _cost(finding: Finding) -> str:

@@ -409,6 +409,7 @@ class TracedStack:
     nccl: bool  # kernels of NCCL or RCCL
     fsdp: bool
     fsdp2: bool
+    ddp: bool
 
     @property
     def nvidia_nccl(self) -> bool:
@@ -432,6 +433,7 @@ def traced_stack(job: TracedJob) -> TracedStack:
         nccl=any(map(is_nccl, communication)) and device != "cpu",
         fsdp=any(map(_FSDP.search, names)),
         fsdp2=any(map(_FSDP2.search, names)),
+        ddp=any(name.startswith("DistributedDataParallel.") for name in names),
     )
 
 
