@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -317,17 +318,15 @@ def _held_up_by_each_other(groups: list[GroupState]) -> str | None:
     """
     stuck = [(g, g.stuck) for g in groups if g.stuck and not (g.missing or g.unrecorded or g.mismatches)]
     started = {g.name: {s.rank for s in g.states if (s.started or 0) >= call.seq} for g, call in stuck}
-    for g, one in stuck:
-        for h, other in stuck:
-            both = set(g.waiting) & set(h.waiting)
-            first, second = (both & (started[a.name] - started[b.name]) for a, b in ((g, h), (h, g)))
-            if first and second:
-                return (
-                    f"Two groups hold each other up on the GPUs: {one.operation} #{one.seq} of {_name(g)} runs on "
-                    f"{ranks_in_words(sorted(first))}, {other.operation} #{other.seq} of {_name(h)} on "
-                    f"{ranks_in_words(sorted(second))}, and neither starts on the others: SMs or hardware queues run "
-                    f"out. {_ONE_ORDER}."
-                )
+    for (g, one), (h, other) in combinations(stuck, 2):
+        both = set(g.waiting) & set(h.waiting)
+        first, second = (sorted(both & (started[a.name] - started[b.name])) for a, b in ((g, h), (h, g)))
+        if first and second:
+            return (
+                f"Two groups hold each other up on the GPUs: {one.operation} #{one.seq} of {_name(g)} runs on "
+                f"{ranks_in_words(first)}, {other.operation} #{other.seq} of {_name(h)} on {ranks_in_words(second)}, "
+                f"and neither starts on the others: SMs or hardware queues run out. {_ONE_ORDER}."
+            )
     if len({g.ranks for g, _ in stuck}) < 2 or not any(set(stuck[0][0].waiting) & set(h.waiting) for h, _ in stuck[1:]):
         return None
     if all(set(g.waiting) <= started[g.name] for g, _ in stuck):

@@ -9,7 +9,15 @@ from tests.support.job_builder import Rank, diagnosed
 from tests.support.queued_training import GATHER_US, LAYERS, MATMUL_US, ddp, fsdp
 
 EVEN = [(layer, 25.0) for layer in range(1, LAYERS + 1)]
-FAULTS = ("fsdp_one_unit", "late_gather", "stream_order", "ddp_buckets", "odd_payload", "launch_order")
+FAULTS = (
+    "fsdp_one_unit",
+    "late_gather",
+    "stream_order",
+    "ddp_buckets",
+    "odd_payload",
+    "launch_order",
+    "suspected_wait",
+)
 
 
 def of(r: Rank) -> Diagnosis:

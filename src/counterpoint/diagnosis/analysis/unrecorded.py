@@ -24,6 +24,7 @@ _QUANTILE = 0.25  # low, since many collectives may contain a wait
 _SUSPECT_FACTOR = 2.0  # contention does not explain more than this many times the usual time, ...
 _SUSPECT_FACTOR_OF_ANY_SIZE = 8.0  # nor do sizes for which NCCL takes one kernel with one grid
 _SUSPECT_US = 50.0  # ... and jitter does not explain more than this
+_SHARED_SHARE = 0.5  # of a transfer beside which other collectives run
 _EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # ranks move equally many bytes
 
 
@@ -56,7 +57,8 @@ def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorde
         rows = np.flatnonzero(there[:, column] & incomplete)
         start, end = w.last_start[rows], job.joined.end[rows, column]
         beside[rows, column] = _several(job, column).within(start, np.maximum(start, end))
-    own = np.maximum(transfer - beside.max(axis=1, initial=0.0), 0.0)  # concurrent collectives share the links
+    shared = beside.max(axis=1, initial=0.0)  # concurrent collectives share the links: these tell no usual time
+    own = np.where(shared > _SHARED_SHARE * transfer, np.nan, np.maximum(transfer - shared, 0.0))
     usual, limit = _usual(job, own, incomplete)
     copies = most_stated(job, "ctas") == 0  # copies wait before they begin
     late = incomplete & ~copies & (own > limit)

@@ -152,10 +152,11 @@ def advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack, no_s
     return f"{'; or '.join(ways)}. Stream priority does not pre-empt a resident kernel"
 
 
-def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copies: bool = False) -> str:
-    """Return the advice on exposed communication; `by_copies`: most of it is peer copies, which need no SM."""
+def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, late: bool, by_copies: bool) -> str:
+    """Return the advice on exposed communication; `late`: ranks are; `by_copies`: most is copies, which need no SM."""
     if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
-        return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
+        first = "fix the late ranks first" if late else "even out the ranks' work: none is late throughout"
+        return f"{first}. Most of it is waiting: faster links would not help"
     ratio = account.comm_to_compute or 0.0
     if ratio > 1:
         return (

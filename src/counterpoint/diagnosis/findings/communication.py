@@ -22,6 +22,7 @@ from counterpoint.records.diagnosis import Account, Collective, Finding, counted
 from counterpoint.trace.timeline import F64, I64, Bools
 
 LEAST_EXPOSED_SHARE = 0.05  # of a step
+_LEAST_SAVED_SHARE = 0.001  # of a step: communication that costs less is not in the way
 _LEAST_SUSPECTED_SHARE = 0.02  # of a step: healthy ranks wait for each other too
 _LEAST_LINK_SHARE = 0.02  # of a step
 _LEAST_NAMED_US = 5.0  # operations with less time would print as 0.00 ms
@@ -66,6 +67,8 @@ def find_exposed(a: Analysis) -> Iterator[Finding]:
         k.op == "send_recv" and k.parallel == "pp" and k.exposed_us >= LEAST_EXPOSED_SHARE * a.step_us for k in kinds
     )
     cost = a.saved_us.get("communication free", account.exposed_comm_us / job.num_steps)
+    if cost < _LEAST_SAVED_SHARE * a.step_us:
+        return  # the verdict says that the step waits for something else meanwhile
     yield Finding.of(
         "exposed_comm",
         cost,
@@ -79,7 +82,7 @@ def find_exposed(a: Analysis) -> Iterator[Finding]:
         if account.compute_us < _LEAST_COMPUTE_SHARE * account.duration_us
         else _RECORD_ALL
         if untold
-        else advise_exposed(account, a.stack, no_sm_collectives(a), by_copies=by_copies),
+        else advise_exposed(account, a.stack, no_sm_collectives(a), late=bool(a.told_late), by_copies=by_copies),
     )
 
 
@@ -96,10 +99,10 @@ def _say_waiting(
     if stages:
         said += " (nor how much of the pipeline's sends and receives is bubbles: that takes the neighbouring stages)"
     if known is not None:
-        said += f" (for each other, those that were wait {known:.0%} of their time in collectives)"
+        said += f" (the recorded ranks wait for each other {known:.0%} of their time in collectives)"
     suspected = float(np.nansum(unrecorded.exposed_us[inside])) / unrecorded.exposed_us.shape[1] / max(steps, 1)
     if suspected >= LEAST_EXPOSED_SHARE * account.exposed_comm_us / max(steps, 1):
-        said += f"; at least {suspected / 1e3:.2f} ms of it by what such collectives usually take"
+        said += f"; at least {suspected / 1e3:.2f} ms of it by what its collectives usually take"
     return said
 
 
@@ -195,37 +198,31 @@ def find_slow_links(a: Analysis) -> Iterator[Finding]:
 def find_odd_payloads(a: Analysis) -> Iterator[Finding]:
     """Yield a finding if NCCL's gathers or scatters are slow because a rank's part is no multiple of 16 bytes.
 
-    They are compared with the fastest calls of the same operation and group, of similar size, with multiples.
+    They are compared with calls of the same operation and group, of similar size, with multiples.
     """
-    job, lost, calls, worst = a.job, 0.0, 0, (0.0, "", 0)
-    even: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)  # size of the array, bytes per µs
-    odd: list[tuple[int, int]] = []
-    for j in np.flatnonzero(a.waits.step >= 0).tolist() if a.stack.nccl else ():
-        c, column = a.collectives[j], int((job.joined.row[j] >= 0).argmax())
-        comm, row = job.digests[column].comm, job.joined.row[j, column]
-        part = int({"all_gather": comm.sent, "reduce_scatter": comm.received}.get(c.op, comm.bytes)[row])
-        if c.op not in ("all_gather", "reduce_scatter") or part < 0 or (c.bytes or 0) < _LEAST_PAYLOAD:
-            continue
-        if part % _PACK_BYTES:
-            odd.append((j, part))
-        elif c.transfer_us > 0:
-            even[c.op, c.group].append((c.bytes or 0, (c.bytes or 0) / c.transfer_us))
-    for j, part in odd:
-        c, size = a.collectives[j], a.collectives[j].bytes or 0
-        rates = [rate for n, rate in even[c.op, c.group] if size <= _SIMILAR * n and n <= _SIMILAR * size]
-        slower = c.transfer_us * float(np.median(rates)) / size if rates else 1.0
-        if slower >= _SLOW_FACTOR:
-            exposed = float(np.nansum(a.waits.exposed_once[j])) / len(job.ranks) / job.num_steps
-            lost, calls, worst = lost + exposed * (1 - 1 / slower), calls + 1, max(worst, (slower, c.op, part))
-    cost = min(lost, a.saved_us.get("communication free", a.step_us))
+    sized = [
+        (kind, kind.bytes, kind.bytes % (_PACK_BYTES * kind.ranks) > 0)
+        for kind in a.kinds
+        if a.stack.nccl and kind.op in ("all_gather", "reduce_scatter") and kind.ranks and kind.transfer_us > 0
+        if kind.bytes and kind.bytes >= _LEAST_PAYLOAD
+    ]
+    found = []
+    for kind, size, odd in sized:
+        rates = [n / k.transfer_us for k, n, other in sized if (k.op, k.group) == (kind.op, kind.group) and not other
+                 and size <= _SIMILAR * n and n <= _SIMILAR * size]  # fmt: skip
+        if odd and rates and (slower := kind.transfer_us * float(np.median(rates)) / size) >= _SLOW_FACTOR:
+            found.append((slower, kind.exposed_us * (1 - 1 / slower), kind))
+    cost = min(sum(us for _, us, _ in found), a.saved_us.get("communication free", a.step_us))
     if cost >= _LEAST_LINK_SHARE * a.step_us:
+        slower, _, worst = max(found, key=lambda one: one[0])
         yield Finding.of(
             "odd_payload",
             cost,
             a.step_us,
-            title=f"{counted(calls, 'collective')} slow because a rank's part is no multiple of {_PACK_BYTES} bytes",
-            evidence=f"worst: {worst[1]} of {worst[2]:,} bytes a rank takes {worst[0]:.1f} x as long for its size as "
-            "calls of the group with a multiple",
+            title=f"{counted(sum(kind.count for *_, kind in found), 'collective')} slow because a rank's part is no "
+            f"multiple of {_PACK_BYTES} bytes",
+            evidence=f"worst: {worst.op} of {(worst.bytes or 0) // (worst.ranks or 1):,} bytes a rank takes "
+            f"{slower:.1f} x as long for its size as calls of the group with a multiple",
             advice=f"pad what each rank sends or receives to a multiple of {_PACK_BYTES} bytes: under FSDP2 the sum of "
             "a unit's shards, for instance a vocabulary that is a multiple of 8 x the number of ranks in bf16",
         )

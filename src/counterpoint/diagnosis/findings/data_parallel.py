@@ -27,9 +27,9 @@ _WRAP = (
     "the gather of a block then runs beside the compute of the block before it"
 )
 _PREFETCH = (
-    "begin each gather one unit earlier. FSDP1: forward_prefetch=True, backward_prefetch=BackwardPrefetch.BACKWARD_PRE;"
-    " FSDP2: set_modules_to_forward_prefetch and set_modules_to_backward_prefetch, with the next block. If prefetching "
-    "is on, the host may be held up (.item(), limit_all_gathers=True), or CUDA_DEVICE_MAX_CONNECTIONS be 1"
+    "begin each gather one unit earlier (FSDP1: forward_prefetch=True, backward_prefetch=BackwardPrefetch.BACKWARD_PRE;"
+    " FSDP2: set_modules_to_forward_prefetch and set_modules_to_backward_prefetch, with the next block). If prefetching"
+    " is on, the host may be held up (.item(), limit_all_gathers=True), or CUDA_DEVICE_MAX_CONNECTIONS be 1"
 )
 
 
@@ -52,8 +52,6 @@ def find_one_unit(a: Analysis) -> Iterator[Finding]:
         f"before the next gather; {exposed / 1e3:.2f} ms {a.job.each_rank} of them run beside no compute, without "
         "waiting for late ranks",
         advice=_WRAP,
-        start_us=a.collectives[rows[0]].start_us,
-        end_us=a.collectives[rows[0]].end_us,
     )
 
 
@@ -128,8 +126,6 @@ def find_buckets(a: Analysis) -> Iterator[Finding]:
         title=title,
         evidence=f"{said}; {cost / 1e3:.2f} ms {job.each_rank} of it could run beside the backward pass",
         advice=advice,
-        start_us=a.collectives[int(every[0])].start_us,
-        end_us=a.collectives[int(every[-1])].end_us,
     )
 
 
@@ -145,7 +141,7 @@ _BUCKETS = {
     ),
     "last": (
         "DDP's last bucket is much larger than the others, and no compute is left to run beside it",
-        "make the gradients that come last smaller: they are of the first layers, often an embedding. Freeze it, "
+        "make the gradients that come last smaller: they are of the first layers, often an embedding: freeze it, "
         "shard it (tensor parallelism, FSDP2), or send it in bf16 (bf16_compress_hook)",
     ),
 }
@@ -169,7 +165,7 @@ def _bucket_fault(a: Analysis, column: int, rows: I64) -> tuple[str, float, str]
     work = float(a.busy[column].compute.within(np.array([begins]), np.array([ends]))[0])
     sizes = np.array([a.collectives[j].bytes or 0 for j in rows.tolist()], np.float64)
     others = float(np.median(sizes[:-1])) if len(rows) > 1 else 0.0
-    size = f"{sizes[-1] / 2**20:.0f} MiB"
+    size, first = (f"{sizes[i] / 2**20:.0f} MiB" for i in (-1, 0))
     if len(rows) == 1 and before_first > _EXPOSED_SHARE * work:
         return "one", min(float(tail.sum()), work), f"one all_reduce {job.each}, of {size}, after all compute"
     if len(rows) > 1 and sizes[-1] >= _LARGER * others and end[-1] > ends:
@@ -177,10 +173,8 @@ def _bucket_fault(a: Analysis, column: int, rows: I64) -> tuple[str, float, str]
         text = f"the last of {len(rows)} buckets has {size}, the median of the others {others / 2**20:.0f} MiB"
         return "last", float(tail[-1] * kept), text
     if backward.any() and before_first > _LATE_SHARE * work and len(tail):
-        text = (
-            f"{counted(len(rows), 'bucket')}, the first of {sizes[0] / 2**20:.0f} MiB: it begins after "
-            f"{before_first / work:.0%} of the backward pass"
-        )
+        share = f"it begins after {before_first / work:.0%} of the backward pass"
+        text = f"{counted(len(rows), 'bucket')}, the first of {first}: {share}"
         return "first", min(float(tail.sum()), before_first), text
     return "", 0.0, ""
 
@@ -188,15 +182,10 @@ def _bucket_fault(a: Analysis, column: int, rows: I64) -> tuple[str, float, str]
 def _of_data_parallelism(a: Analysis, *ops: str) -> I64:
     """Return the collectives of data-parallel groups with these operations in the analysed steps.
 
-    Groups without names count as data-parallel: only traces of Gloo lack the names.
+    Groups count as data-parallel where the trace names none, as with Gloo.
     """
-    found = [
-        j
-        for j, one in enumerate(a.collectives)
-        if one.step is not None
-        and one.op in ops
-        and "dp" in (one.parallel or ("dp" if one.group == "?" else "")).split("+")
-    ]
+    found = [j for j, one in enumerate(a.collectives) if one.step is not None and one.op in ops
+             and ("dp" in one.parallel.split("+") if one.parallel else one.group == "?")]  # fmt: skip
     return np.array(found, np.int64)
 
 

@@ -342,10 +342,8 @@ def _notes_on_devices(digests: list[RankDigest]) -> list[str]:
     by_name: dict[str, list[int]] = {}
     for d in digests:
         by_name.setdefault(str(d.device.name or "unknown GPU")[:60], []).append(d.rank)
-    if len(by_name) < 2:
-        return []
-    said = [f"{name}: {ranks_in_words(tuple(ranks))}" for name, ranks in by_name.items()]
-    return [f"the ranks differ in their devices: {'; '.join(said[:_RANKS_QUOTED])}"]
+    said = [f"{name}: {ranks_in_words(ranks)}" for name, ranks in by_name.items()]
+    return [f"the ranks differ in their devices: {'; '.join(said[:_RANKS_QUOTED])}"] if len(said) > 1 else []
 
 
 def _reordered(joined: Joined, order: I64) -> Joined:
