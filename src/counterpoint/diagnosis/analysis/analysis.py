@@ -37,6 +37,7 @@ from counterpoint.records.diagnosis import (
 )
 from counterpoint.trace.timeline import F64, Bools
 
+_SAVED_SHARE = 0.1  # of the delay by stalls: a stand-in that saves less has waited as long itself
 _UNTOLD_SHARE = 0.1  # of exposed communication: if more of it lacks ranks, known waits say little
 
 
@@ -182,6 +183,13 @@ class Analysis:
         """Return by how many µs each change shortens the replayed step, by the change's name."""
         played = self.replay
         return {w.name: max(played.replayed_us - w.step_us, 0.0) for w in played.what_if} if played else {}
+
+    @property
+    def late_us(self) -> float:
+        """Return the µs that the late ranks cost a replayed step; of stalls, where their stand-ins save nothing."""
+        stalls = sum(s.delay_us for s in self.told_late if s.cause == "host_stall") / self.job.num_steps
+        saved, by_stalls = (self.saved_us.get(name, 0.0) for name in ("no straggler", "no stall on any rank"))
+        return saved if saved > _SAVED_SHARE * stalls else min(stalls, by_stalls)
 
     def _typical(self) -> dict[int, int]:
         """Return the stand-in of each late rank: the rank with median compute time among ranks that are not late."""

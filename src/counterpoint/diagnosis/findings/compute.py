@@ -40,7 +40,7 @@ def find_late_ranks(a: Analysis) -> Iterator[Finding]:
     for s in late:
         cost = s.delay_us / job.num_steps
         if "no straggler" in a.saved_us and whole > 0 and launched:
-            cost = a.saved_us["no straggler"] * s.delay_us / whole
+            cost = a.late_us * s.delay_us / whole
         yield Finding.of(
             "straggler",
             cost,

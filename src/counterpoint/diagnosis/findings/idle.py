@@ -46,7 +46,7 @@ def find_idle(a: Analysis) -> Iterator[Finding]:
         return
     own = {c.category: c.us for c in summary.causes}
     whole = a.saved_us.get("no stall on any rank", 0.0)
-    by_late = a.saved_us.get("no straggler", 0.0) if late else 0.0
+    by_late = a.late_us if late else 0.0
     left = whole - by_late - sum(own.get(name, 0.0) for name in STALLS)
     together = bool(((job.joined.row >= 0).sum(axis=1) > 1).any())  # else no rank waits for another
     held = share_out(job, columns, own, left) if left > 0 and together else {}
