@@ -1,4 +1,4 @@
-"""List the findings (problems that a person can act on), ranked by cost in step time, and write the verdict.
+"""List the findings (problems that a person can act on), causes before symptoms, and write the verdict.
 
 Costs come from the replay (the step without the problem), and are split among causes by the time that each kernel
 lost.
