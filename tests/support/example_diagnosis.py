@@ -123,7 +123,7 @@ def lanes(spans: int = 6_000, world: int = WORLD) -> list[TimelineLane]:
 def training() -> Diagnosis:
     """8 ranks of FSDP2 on H200, rank 5 stalled by its host."""
     ranks = [account(rank, late=rank == LATE) for rank in range(WORLD)]
-    stall = "GPU ran dry for 6.4 ms while the main thread sat in aten::item (cudaStreamSynchronize) after layer 3"
+    stall = "GPU had no work for 6.4 ms while the main thread sat in aten::item (cudaStreamSynchronize) after layer 3"
     return Diagnosis(
         source=Source(format="kineto", files=tuple(f"fsdp2/rank{r}.json.gz" for r in range(WORLD)), events=318_204),
         world_size=WORLD, ranks=tuple(range(WORLD)), missing_ranks=(), gpu="NVIDIA H200",

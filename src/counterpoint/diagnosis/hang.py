@@ -13,16 +13,22 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
 from counterpoint.errors import BadTrace
+from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.hang import CallState, CollectiveCall, GroupState, Hang, Mismatch, RankState
 from counterpoint.trace.flight_recorder import FlightDump, FlightEntry, read_dump
 
 _ORDER: tuple[CallState, ...] = ("scheduled", "started", "completed")
 _SAME_SIZE = re.compile(r"_?(all_?reduce|broadcast|reduce|all_?gather|reduce_scatter)(?!_v)|barrier")  # on all ranks
 _PENDING_SHOWN = 16
+_ONE_ORDER = (
+    "Let kernels of all groups start in one order: NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 or newer), or one "
+    "collective after the other; or give each fewer CTAs (max_ctas), so that all fit"
+)
 
 
 def diagnose_hang(paths: Sequence[Path]) -> Hang:
@@ -49,7 +55,9 @@ def find_hang(dumps: Sequence[FlightDump]) -> Hang:
     if len(versions) > 1:
         notes.append(f"dumps of different versions: {', '.join(versions)}")
     if cut := [d.rank for d in by_rank.values() if not d.whole]:
-        notes.append(f"older entries were overwritten on {_ranks(cut)}: TORCH_FR_BUFFER_SIZE was too small for all")
+        notes.append(
+            f"older entries were overwritten on {ranks_in_words(cut)}: TORCH_FR_BUFFER_SIZE was too small for all"
+        )
     return Hang(
         files=tuple(d.path for d in by_rank.values()),
         version=versions[0] if versions else None,
@@ -284,19 +292,50 @@ def _verdict(groups: list[GroupState], waiting: set[int], pending: list[str]) ->
         left = [s for s in group.states if s.rank in guilty and s.scheduled is not None]
         after = f" after {left[0].last_operation} #{left[0].scheduled}" if left and left[0].last_operation else ""
         at = f" (called in {left[0].last_frame})" if left and left[0].last_frame else ""
-        others = _ranks(group.waiting) if group.waiting else "the others"
+        others = ranks_in_words(group.waiting) if group.waiting else "the others"
         wait = "waits" if len(group.waiting) == 1 else "wait"
-        return f"{_ranks(guilty).capitalize()} {has} not entered {where}{after}{at}; {others} {wait} for it."
+        return f"{ranks_in_words(guilty).capitalize()} {has} not entered {where}{after}{at}; {others} {wait} for it."
     if group.missing:
         return _cycle(groups)
     if group.unrecorded:
         return (
-            f"All recorded ranks have entered {where} and wait; {_ranks(group.unrecorded)} left no dump: it has ended, "
-            "or hangs without a watchdog."
+            f"All recorded ranks have entered {where} and wait; {ranks_in_words(group.unrecorded)} left no dump: it "
+            "has ended, or hangs without a watchdog."
         )
+    if text := _held_up_by_each_other(groups):
+        return text
     return (
-        f"All {len(group.ranks)} ranks have entered {where} alike, and {_ranks(group.waiting)} have not completed it: "
-        "a link, a GPU, or a kernel before it on the same stream."
+        f"All {len(group.ranks)} ranks have entered {where} alike, and {ranks_in_words(group.waiting)} have not "
+        "completed it: a link, a GPU, or a kernel before it on the same stream."
+    )
+
+
+def _held_up_by_each_other(groups: list[GroupState]) -> str | None:
+    """Return the verdict on groups whose collectives all ranks have entered, but that do not start on all; else None.
+
+    The kernels of one group hold SMs (or a hardware queue) for which the kernels of another group wait, on one rank in
+    one order, on another rank in the other.
+    """
+    stuck = [(g, g.stuck) for g in groups if g.stuck and not (g.missing or g.unrecorded or g.mismatches)]
+    started = {g.name: {s.rank for s in g.states if (s.started or 0) >= call.seq} for g, call in stuck}
+    for (g, one), (h, other) in combinations(stuck, 2):
+        both = set(g.waiting) & set(h.waiting)
+        first, second = (sorted(both & (started[a.name] - started[b.name])) for a, b in ((g, h), (h, g)))
+        if first and second:
+            return (
+                f"Two groups hold each other up on the GPUs: {one.operation} #{one.seq} of {_name(g)} runs on "
+                f"{ranks_in_words(first)}, {other.operation} #{other.seq} of {_name(h)} on {ranks_in_words(second)}, "
+                f"and neither starts on the others: SMs or hardware queues run out. {_ONE_ORDER}."
+            )
+    if len({g.ranks for g, _ in stuck}) < 2 or not any(set(stuck[0][0].waiting) & set(h.waiting) for h, _ in stuck[1:]):
+        return None
+    if all(set(g.waiting) <= started[g.name] for g, _ in stuck):
+        return None  # all kernels run
+    parts = "; ".join(f"{call.operation} #{call.seq} of {_name(g)}" for g, call in stuck[:4])
+    return (
+        f"All ranks have entered the collectives of {len(stuck)} groups alike, and none ends: {parts}. Their kernels "
+        f"may hold each other up, since SMs or hardware queues run out. {_ONE_ORDER}. TORCH_NCCL_ENABLE_TIMING=1 "
+        "records which have started."
     )
 
 
@@ -304,7 +343,7 @@ def _cycle(groups: list[GroupState]) -> str:
     """Return the verdict on a deadlock across groups: ranks that one group waits for wait in another group."""
     stuck = [(g, g.stuck) for g in groups if g.stuck is not None and g.missing]
     parts = [
-        f"{_ranks(g.waiting)} in {call.operation} #{call.seq} of {_name(g)} for {_ranks(g.missing)}"
+        f"{ranks_in_words(g.waiting)} in {call.operation} #{call.seq} of {_name(g)} for {ranks_in_words(g.missing)}"
         for g, call in stuck[:4]
     ]
     return f"Ranks wait for each other, in different groups: {'; '.join(parts)}."
@@ -319,7 +358,7 @@ def _disagreement(m: Mismatch) -> str:
         return f"{call.operation} from {_shapes(call.input_sizes)} to {_shapes(call.output_sizes)}"
 
     where = f" ({m.theirs.frame})" if m.theirs.frame else ""
-    return f"{_ranks(m.ranks)} called {said(m.theirs)}{where}, others {said(m.others)}"
+    return f"{ranks_in_words(m.ranks)} called {said(m.theirs)}{where}, others {said(m.others)}"
 
 
 def _shapes(sizes: tuple[tuple[int, ...], ...]) -> str:
@@ -329,16 +368,3 @@ def _shapes(sizes: tuple[tuple[int, ...], ...]) -> str:
 
 def _name(group: GroupState) -> str:
     return f"group {group.name}" + (f" ({group.description})" if group.description else "")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text: `rank 3` or `ranks 0–4, 6`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    texts = ["–".join(map(str, run)) if len(run) > 1 else str(run[0]) for run in runs]
-    shown = ", ".join(texts[:12]) + (" …" if len(texts) > 12 else "")
-    return f"rank{'s' * (len(ranks) != 1)} {shown}"

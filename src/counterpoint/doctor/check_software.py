@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
          f"not a number from 1 to {MOST_CONNECTIONS}: the driver does not take it as you wrote it",
          f"unset it, or give a whole number from 1 to {MOST_CONNECTIONS}"),
     Rule("TORCH_NCCL_BLOCKING_WAIT", _on,
-         "wait() holds the host until the collective has ended: no compute is queued, and the GPU runs dry",
+         "wait() holds the host until the collective has ended: no compute is queued, and the GPU runs out of work",
          breaks=True),
     Rule("NCCL_BLOCKING_WAIT", _on,
          "the old name of TORCH_NCCL_BLOCKING_WAIT: wait() holds the host until the collective has ended",

@@ -22,7 +22,7 @@ from counterpoint.diagnosis.reading.digest import RankDigest, digest_file, pack_
 from counterpoint.errors import BadTrace, CounterpointError, printable
 from counterpoint.records import Record
 from counterpoint.records.causes import IDLE_CAUSES
-from counterpoint.records.diagnosis import Diagnosis, IdleCause, Straggler, WatchedStep
+from counterpoint.records.diagnosis import Diagnosis, IdleCause, Straggler, WatchedStep, in_sentence
 from counterpoint.rehearsed import NO_TIMES, is_rehearsal
 from counterpoint.trace.source import Limits, TraceFile, rank_from_name
 
@@ -205,12 +205,12 @@ def _line(diagnosis: Diagnosis, step: int, steps: int, late: Straggler | None, u
     if causes:
         title = IDLE_CAUSES[causes[0].category].title
         where = "".join(f" ({one.name[:_LONGEST_DETAIL]})" for one in causes[0].operations[:1])
-        said.append(f"{_milliseconds(causes[0].us)}: {title[0].lower()}{title[1:]}{where}")
+        said.append(f"{_milliseconds(causes[0].us)}: {in_sentence(title)}{where}")
     elif late is not None:
         said.append(f"rank {late.rank} late {_milliseconds(late.delay_us / steps)}: {_why(late)}")
     elif findings:
         worst = findings[0]
-        said.append(f"{_milliseconds(worst.cost_us)}: {worst.title[0].lower()}{worst.title[1:]}")
+        said.append(f"{_milliseconds(worst.cost_us)}: {in_sentence(worst.title)}")
     else:
         said.append("nothing stands out")
     return printable(", ".join(said))

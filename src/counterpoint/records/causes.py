@@ -32,7 +32,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         # the host spent long in one operation or Python function
         name="operation",
         short="long host operation",
-        title="The GPUs run dry while the host is in long operations",
+        title="The GPUs run out of work while the host is in long operations",
         kind="host_stall",
         advice="move that operation out of the step, do it ahead, or in a worker process",
         advice_without_torch="find why that takes so long (a first call loads kernels, allocating and registering "
@@ -84,7 +84,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         # the host had waited for the GPU, so that no operation was queued when the GPU was done
         name="synchronise",
         short="synchronisation",
-        title="The GPUs run dry at synchronisations",
+        title="The GPUs run out of work at synchronisations",
         kind="host_stall",
         advice="remove .item(), .cpu(), print(loss) and torch.cuda.synchronize() from the step, or read the value a "
         "step later",
@@ -94,7 +94,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
     Cause(
         name="copy",
         short="blocking copy",
-        title="The GPUs run dry while a copy blocks the host",
+        title="The GPUs run out of work while a copy blocks the host",
         kind="host_stall",
         advice="copy from and to pinned memory with non_blocking=True: from pageable memory the host itself copies, "
         "and waits",
@@ -117,7 +117,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         # the profiler's own work
         name="profiler",
         short="profiler",
-        title="The GPUs wait for the profiler",
+        title="The GPUs wait while the profiler itself works",
         kind="host_stall",
         advice="it is not in an unprofiled run; record fewer steps, without stacks and shapes",
         advice_without_torch="it is not in an unprofiled run; trace less: nsys profile --trace=cuda,nvtx --sample=none",
@@ -127,7 +127,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         # the next operation was launched in time, but waited for an event, another stream or another rank
         name="queued",
         short="queued, but held up",
-        title="Work that was launched in time starts late",
+        title="Work that was launched in time is held up by an event, a stream or another rank",
         kind="queued",
         advice="see what its stream waits for: torch.cuda.Stream.wait_stream and wait_event, a collective of another "
         "rank, or work that this trace does not hold",
@@ -157,7 +157,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         # the host launched nothing, and no range of any thread says what it did
         name="unrecorded",
         short="host, not recorded",
-        title="The GPUs run dry while the host does something that was not recorded",
+        title="The GPUs run out of work while the host does something that was not recorded",
         kind="host_stall",
         advice="record with torch.profiler.profile(with_stack=True) to see which Python code it is; if it is none, "
         "garbage collection may be: call gc.freeze() after warm-up and gc.disable(), then gc.collect() on every rank "
@@ -171,7 +171,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         # before the first event of the trace or after its last
         name="nothing_recorded",
         short="before or after all events",
-        title="Nothing was recorded, neither of host nor GPU, before the first event or after the last",
+        title="Nothing was recorded before the first event or after the last, neither of host nor GPU",
         kind="not_recorded",
         advice="record whole steps, and keep all events (a trace that was cut or sampled does not hold why); if the "
         "program did nothing then, torch.profiler.profile(with_stack=True) shows where it was",

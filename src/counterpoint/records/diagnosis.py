@@ -6,6 +6,7 @@ Times are µs, bandwidths GB/s, sizes bytes. `Diagnosis` is the contract `counte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Literal
 
@@ -23,13 +24,23 @@ KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
 Severity = Literal["high", "medium", "low"]
 
 
-def ranks_in_words(ranks: tuple[int, ...]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ascending ranks as text, `ranks 0-3, 5, 8-15`; of more than 8 ranges only the first 8 are named."""
     starts = [r for r, before in zip(ranks, (None, *ranks), strict=False) if before is None or r - before > 1]
     ends = [r for r, after in zip(ranks, (*ranks[1:], None), strict=True) if after is None or after - r > 1]
     runs = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True)]
     shown = ", ".join(runs[:_RUNS_SHOWN]) + (" …" if len(runs) > _RUNS_SHOWN else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def in_sentence(title: str) -> str:
+    """Return a title as it stands within a sentence: its first letter is small, except in DDP or FSDP."""
+    return title if title[1:2].isupper() else title[:1].lower() + title[1:]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 kernel`, `2 kernels`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Source(Record, frozen=True, kw_only=True):
@@ -201,6 +212,7 @@ class Finding(Record, frozen=True, kw_only=True):
     rank: int | None = None
     start_us: float | None = None
     end_us: float | None = None
+    remedy: str | None = None  # name of the change, where one change removes several findings
 
     @classmethod
     def of(
@@ -218,10 +230,17 @@ class Finding(Record, frozen=True, kw_only=True):
     ) -> Finding:
         """Return a finding; its severity is high if it costs 10 % of `step_us` or more, medium from 3 %, else low."""
         share = cost_us / step_us if step_us > 0 else 0.0
-        return cls(
-            kind=kind, cost_us=cost_us, severity="high" if share >= 0.1 else "medium" if share >= 0.03 else "low",
-            title=title, evidence=evidence, advice=advice, rank=rank, start_us=start_us, end_us=end_us,
-        )  # fmt: skip
+        severity: Severity = "high" if share >= 0.1 else "medium" if share >= 0.03 else "low"
+        return cls(kind=kind, cost_us=cost_us, severity=severity, title=title, evidence=evidence, advice=advice,
+                   rank=rank, start_us=start_us, end_us=end_us)  # fmt: skip
+
+
+def by_remedy(findings: Sequence[Finding]) -> list[tuple[Finding, ...]]:
+    """Return the findings grouped by the change that removes them; groups are in the order of their first finding."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.remedy or finding.advice, []).append(finding)
+    return [tuple(group) for group in groups.values()]
 
 
 class HostTime(Record, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from counterpoint.records.diagnosis import Diagnosis, TimelineLane
+from counterpoint.records.diagnosis import Diagnosis, Finding, TimelineLane, by_remedy
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.diagnosis_tables import (
     budget,
@@ -25,7 +25,6 @@ from counterpoint.rendering.diagnosis_tables import (
     idle_table,
     kernels_table,
     kinds_table,
-    notes,
     replay_table,
     steps_in,
     stragglers_table,
@@ -57,13 +56,19 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) 
         name="diagnosis",
         data=_data(diagnosis, packed),
         plot=bool(packed.drawn),
-        costs=[say.tenth_milliseconds(finding.cost_us) for finding in diagnosis.findings],
-        findings=diagnosis.findings,
+        cost=say.tenth_milliseconds,
+        remedies=_remedies(diagnosis),
         above=(budget_table(diagnosis, MAX_ROWS), _map_table(diagnosis), idle_table(diagnosis)),
         timeline=packed,
         lanes=_lanes_table(packed),
         kinds=_kinds(packed),
     )
+
+
+def _remedies(diagnosis: Diagnosis) -> list[list[tuple[int, Finding]]]:
+    """Return the findings of each remedy, with the number by which the timeline marks each finding."""
+    number = {id(finding): place for place, finding in enumerate(diagnosis.findings, start=1)}
+    return [[(number[id(finding)], finding) for finding in group] for group in by_remedy(diagnosis.findings)]
 
 
 def _page(diagnosis: Diagnosis) -> Page:
@@ -98,7 +103,7 @@ def _page(diagnosis: Diagnosis) -> Page:
         ],
         tables=[
             *(table for table in made if table is not None),
-            Table(title="Notes", notes=notes(diagnosis)),
+            Table(title="Notes", notes=diagnosis.notes),
             *_provenance(diagnosis),
         ],
     )

@@ -32,6 +32,7 @@ PARTS = {  # of a rank's time, which add up to its duration
     "memcpy": "copies",
     "idle": "idle",
 }
+_UNEQUAL_SHARE = 0.02  # of the mean step: a note says by how much more the steps of ranks differ
 MAX_IDLE_CAUSES = 6
 LATE_FIRST_FROM = 16  # ranks: in longer tables the late ones come first
 ON_TERMINAL = 8  # collectives, kernels, late ranks
@@ -98,6 +99,9 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
     if len(shown) > LATE_FIRST_FROM:
         shown.sort(key=lambda account: account.rank not in late)
     longest = max(account.duration_us for account in shown)
+    untold = bool(diagnosis.missing_ranks) or any(a.exposed_wait_us is None for a in diagnosis.per_rank)
+    untold = untold and diagnosis.totals.exposed_comm_us > 0
+    legend = PARTS | {"transfer": "transfer or wait"} if untold else PARTS
 
     def line(rank: object, account: Account, tone: Tone = "") -> TableRow:
         us = budget(account)
@@ -105,7 +109,7 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
         ms = [None if part is None else part / steps for part in (us["compute"] + us["overlapped"], us["overlapped"],
               wait, us["transfer"], us["memcpy"], us["idle"], account.duration_us)]  # fmt: skip
         parts = [
-            BarPart(look=key, share=part / longest, says=f"{PARTS[key]}: {say.milliseconds(part / steps)} ms")
+            BarPart(look=key, share=part / longest, says=f"{legend[key]}: {say.milliseconds(part / steps)} ms")
             for key, part in us.items()
             if part > 0 and longest > 0
         ]
@@ -113,7 +117,13 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
 
     notes = []
     if len(shown) < len(diagnosis.per_rank):
-        notes.append(f"{len(shown)} of {len(diagnosis.per_rank)} ranks: the late, and those that compute least.")
+        notes.append(f"{len(shown)} of {len(diagnosis.per_rank)} ranks: the late, and the ranks that compute least.")
+    shortest, mean = (us / steps for us in (min(a.duration_us for a in shown), diagnosis.totals.duration_us))
+    if mean > 0 and max(longest / steps - mean, mean - shortest) > _UNEQUAL_SHARE * mean:
+        notes.append(
+            f"The ranks' steps take {say.milliseconds(shortest)} to {say.milliseconds(longest / steps)} ms; "
+            f"{say.milliseconds(mean)} ms is the mean."
+        )
     return Table(
         title="Where the time goes",
         unit="ms per step, mean" if diagnosis.has_steps else "ms, the whole trace",
@@ -123,7 +133,7 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
             Column("compute", say.tenth_milliseconds),
             Column("of it\noverlapped", say.tenth_milliseconds, page_only=True),
             Column("wait", say.tenth_milliseconds),
-            Column("transfer", say.tenth_milliseconds),
+            Column("transfer\nor wait" if untold else "transfer", say.tenth_milliseconds),
             Column("copies", say.tenth_milliseconds),
             Column("idle", say.tenth_milliseconds),
             Column("step", say.tenth_milliseconds, page_only=True),
@@ -134,7 +144,7 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
             *(line(each.rank, each, "strong" if each.rank in late else "") for each in shown),
             *([line("mean", diagnosis.totals, "quiet")] if len(diagnosis.per_rank) > 1 else []),
         ],
-        legend=list(PARTS.items()),
+        legend=list(legend.items()),
         notes=notes,
     )
 
@@ -195,7 +205,7 @@ def kinds_table(diagnosis: Diagnosis) -> Table | None:
     kinds, steps = diagnosis.collective_kinds, steps_in(diagnosis)
     more = [f"The {MAX_KINDS} most exposed of {len(kinds)} kinds."] if len(kinds) > MAX_KINDS else []
     unknown = (
-        "Where ranks have no trace, wait is unknown and stands in transfer. What the links carry is unknown for GPUs "
+        "Where ranks have no trace, transfer (and so GB/s) may hold waiting. What the links carry is unknown for GPUs "
         "that the data sheets do not list, and where a group may be on several hosts."
     )
     return Table(
@@ -399,15 +409,3 @@ def replay_table(diagnosis: Diagnosis) -> Table | None:
         rows=[unchanged, *replay.what_if],
         notes=[error, *filter(None, [replayed_waits(replay)])],
     )
-
-
-def notes(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis's notes, and a note on the largest offset between ranks' clocks."""
-    said = list(diagnosis.notes)
-    offsets = {rank: us for rank, us in diagnosis.clock_offsets_us.items() if us}
-    if offsets:
-        worst = max(offsets, key=lambda rank: abs(offsets[rank]))
-        within = diagnosis.clock_uncertainty_us.get(worst)
-        plus_minus = "" if within is None else f" ± {within:.1f}"
-        said.append(f"Clocks were aligned; the largest offset is rank {worst}'s: {offsets[worst]:,.1f}{plus_minus} µs.")
-    return said

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.errors import printable
-from counterpoint.records.diagnosis import Diagnosis, Finding
+from counterpoint.records.diagnosis import Diagnosis, Finding, by_remedy
 from counterpoint.records.hang import GroupState, Hang
 from counterpoint.rendering import formatting as say
-from counterpoint.rendering.diagnosis_tables import budget_table, notes, verbose_tables
+from counterpoint.rendering.diagnosis_tables import budget_table, verbose_tables
 from counterpoint.rendering.print_table import QUIET, below, heading, line, print_tables, text
 from counterpoint.rendering.table import Column, Table
 
-MAX_FINDINGS = 3  # findings shown without `verbose`
+MAX_REMEDIES = 3  # remedies shown without `verbose`
 SHORT_LINES = 2
 MAX_RANKS = 16
 SEVERITY_STYLE = {"high": "bold red", "medium": "yellow", "low": QUIET}
@@ -36,7 +36,7 @@ def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False) -> 
     console.print(text(_scope(diagnosis), QUIET))
     of_ranks = budget_table(diagnosis, MAX_RANKS)
     more = verbose_tables(diagnosis) if verbose else []
-    remarks = Table(title="Notes", notes=notes(diagnosis))
+    remarks = Table(title="Notes", notes=diagnosis.notes)
     print_tables([*([of_ranks] if of_ranks else []), *more, remarks], console)
     console.print()
     line(console, diagnosis.verdict, "bold")
@@ -49,26 +49,36 @@ def _scope(diagnosis: Diagnosis) -> str:
     mean = say.duration(diagnosis.totals.duration_us / max(1, steps))
     parts.append(f"{steps} step{'s' * (steps != 1)} of {mean}" if steps else f"no steps found, {mean} in all")
     parts += [printable(diagnosis.gpu, 60)] if diagnosis.gpu else []
-    return " · ".join([*parts, f"{diagnosis.source.events:,} events ({diagnosis.source.format})"])
+    return " · ".join(
+        [*parts, f"{diagnosis.source.events:,} event{'s' * (diagnosis.source.events != 1)} ({diagnosis.source.format})"]
+    )
 
 
 def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -> None:
-    """Print each finding's remedy and reason; without `verbose` only the costliest findings, in one sentence each."""
+    """Print each remedy with its findings and their reasons; without `verbose` only the first remedies, in short."""
     heading(console, "What to do", "cost of step time")
     if not findings:
         console.print(text("No findings."))
-    shown = findings if verbose else findings[:MAX_FINDINGS]
-    for number, finding in enumerate(shown, start=1):
-        cost = f"{say.milliseconds(finding.cost_us)} ms"
-        costs = (cost, SEVERITY_STYLE[finding.severity])
-        console.print(Text.assemble(f"{number}. ", costs, "  ", text(finding.title, "bold", 200)))
-        below(console, "→ " + (finding.advice if verbose else _first_sentence(finding.advice)))
-        below(console, finding.evidence, QUIET, None if verbose else SHORT_LINES)
+    remedies = by_remedy(findings)
+    shown = remedies if verbose else remedies[:MAX_REMEDIES]
+    for number, (first, *others) in enumerate(shown, start=1):
+        console.print(Text.assemble(f"{number}. ", *_cost_and_title(first)))
+        below(console, "→ " + (first.advice if verbose else _first_sentence(first.advice)))
+        below(console, first.evidence, QUIET, None if verbose else SHORT_LINES)
+        for finding in others:
+            console.print(Text.assemble("   also ", *_cost_and_title(finding)))
+            if verbose:
+                below(console, finding.evidence, QUIET)
     if not verbose:
-        left = len(findings) - len(shown)
+        left = sum(map(len, remedies[MAX_REMEDIES:]))
         more = f"{left} more finding{'s' * (left != 1)}, " if left else ""
         console.print()
         console.print(text(f"--verbose: {more}all reasons, idle time, collectives, kernels, what-ifs", QUIET))
+
+
+def _cost_and_title(finding: Finding) -> tuple[tuple[str, str], str, Text]:
+    cost = f"{say.milliseconds(finding.cost_us)} ms"
+    return (cost, SEVERITY_STYLE[finding.severity]), "  ", text(finding.title, "bold", 200)
 
 
 def _first_sentence(advice: str) -> str:

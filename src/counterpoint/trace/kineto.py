@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 
 from counterpoint.errors import BadTrace
+from counterpoint.records.diagnosis import counted
 from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.kineto_columns import PARAM_COMMS, Columns, KinetoEvent, absorb
@@ -44,6 +46,11 @@ _USES_GPU = re.compile(
 _OTHER_DEVICE = re.compile(
     r"\b(ascend|npu|hpu|gaudi|tpu|neuron)\b|^/device:|\bxla\b", re.IGNORECASE
 )  # name of a process
+_OF_DEVICE = re.compile(r"hpu|npu|privateuse1|xla|tpu|neuron", re.IGNORECASE)  # category of a device's events
+_UNREADABLE = (
+    "what this device ran cannot be read, only GPUs, XPU and MTIA recorded by torch.profiler, and Nsight Systems' "
+    "exports; use the tools of its vendor"
+)
 _NOT_RECORDED = ("GPU activity was not recorded: operations of the host stand for it in the accounts",)
 
 
@@ -121,14 +128,20 @@ def _check_devices(columns: Columns, label: str) -> None:
     for pid, name in columns.processes.items():
         if _OTHER_DEVICE.search(name) and columns.bare[pid]:
             raise BadTrace(
-                f"{columns.bare[pid]} events of process {name!r}: what this device ran cannot be read, only GPUs, XPU "
-                "and MTIA recorded by torch.profiler, and Nsight Systems' exports; use the tools of its vendor",
+                f"{counted(columns.bare[pid], 'event')} of process {name!r}: {_UNREADABLE}",
                 path=label,
             )
+    if not columns.gpu and (ran := [c for c in columns.left_out if _OF_DEVICE.match(c)]):
+        raise BadTrace(
+            f"{counted(columns.left_out[ran[0]], 'event')} of category {ran[0]!r} without a stream: {_UNREADABLE}",
+            path=label,
+        )
 
 
 def _no_events(columns: Columns) -> str:
     """Return why no event of a file can be read: there are none, or another program than PyTorch wrote them."""
+    if columns.left_out:
+        return f"no events of PyTorch: their categories are {_listed(columns.left_out)}, as in traces of other programs"
     if not columns.bare:
         return "no timed events: recorded without activities, or not a PyTorch trace"
     shown = ", ".join(f"{count} of {columns.processes.get(pid, pid)!r}" for pid, count in columns.bare.most_common(3))
@@ -195,25 +208,32 @@ def _timeline(
         gpu=gpu_ops,
         host=host_ops,
         collectives=_described(tuple(columns.infos), info),
-        notes=(*(_NOT_RECORDED if used and not recorded else ()), *_odd_arguments(columns)),
+        notes=(*(_NOT_RECORDED if used and not recorded else ()), *_odd_arguments(columns), *_without_times(gpu_ops)),
     )
+
+
+def _without_times(gpu: GpuOps) -> tuple[str, ...]:
+    none = int((gpu.end <= gpu.start).sum())
+    return (f"{none} of {len(gpu)} operations have no duration: their work is unknown",) if none > len(gpu) / 2 else ()
 
 
 def _odd_arguments(columns: Columns) -> tuple[str, ...]:
     if not columns.odd:
         return ()
-    most = ", ".join(f"{name} ({count})" for name, count in columns.odd.most_common(3))
+    most = _listed(columns.odd)
     more = f" and {len(columns.odd) - 3} more" if len(columns.odd) > 3 else ""
     return (f"{columns.odd.total()} arguments of events are of an unexpected type and count as absent: {most}{more}",)
 
 
 def _unknown_categories(columns: Columns) -> tuple[str, ...]:
-    """Return a note on events of unknown category with a stream; without other GPU operations, they count as such."""
-    if not columns.unknown:
-        return ()
-    shown = ", ".join(f"{category} ({count})" for category, count in columns.unknown.most_common(3))
+    """Return notes on events of unknown category; with a stream they count as GPU operations if there are no others."""
     taken = "are taken for what the device ran" if columns.gpu is columns.streamed else "are left out"
-    return (f"events of unknown categories that state a stream {taken}: {shown}",)
+    notes = ((f"that state a stream {taken}", columns.unknown), ("are left out", columns.left_out))
+    return tuple(f"events of unknown categories {what}: {_listed(counts)}" for what, counts in notes if counts)
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.most_common(3))
 
 
 def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tuple[CollectiveInfo, ...]:

@@ -176,7 +176,8 @@ class Columns:
     gpu: dict[str, list[Any]] = field(default_factory=dict)
     host: dict[str, list[Any]] = field(default_factory=dict)
     streamed: dict[str, list[Any]] = field(default_factory=dict)  # as `gpu`: unknown categories with a stream
-    unknown: Counter[str] = field(default_factory=Counter)  # number of events of unknown category, by category
+    unknown: Counter[str] = field(default_factory=Counter)  # number of events of `streamed`, by category
+    left_out: Counter[str] = field(default_factory=Counter)  # of other events of unknown category, by category
     processes: dict[str, str] = field(default_factory=dict)  # names of processes, by pid
     bare: Counter[str] = field(default_factory=Counter)  # number of events without a category that are left out, by pid
     infos: list[CollectiveInfo] = field(default_factory=list)
@@ -286,8 +287,10 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
     kind = np.array([kinds[e.cat] for e in timed], np.int8)
     if not kinds.keys().isdisjoint(("", None)):
         _read_bare(columns, timed, kind)
-    unknown = [i for i in np.flatnonzero(kind == _UNKNOWN).tolist() if (a := timed[i].args) and a.stream is not None]
+    others = np.flatnonzero(kind == _UNKNOWN).tolist()
+    unknown = [i for i in others if (a := timed[i].args) and a.stream is not None]
     columns.unknown.update(str(timed[i].cat)[:40] for i in unknown)
+    columns.left_out.update(str(timed[i].cat)[:40] for i in set(others).difference(unknown))
     for rows, absorbed, into in (
         (np.flatnonzero(kind == _ON_GPU), _absorb_gpu, columns.gpu),
         (np.flatnonzero(kind >= 0), _absorb_host, columns.host),

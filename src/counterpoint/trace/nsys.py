@@ -78,6 +78,8 @@ def _read(export: Export, path: Path) -> list[Timeline]:
     names, shapes = Intern[str](), Intern[str]()
     nvtx = read_nvtx(export, names, shapes)
     gpu = _gpu_ops(export, names)
+    if export.has_tables("rocpd_"):
+        raise export.bad("a database of rocprofv3, which cannot be read; record with torch.profiler instead")
     if not len(gpu["start"]):
         raise export.bad("holds no GPU activity; record with `nsys profile --trace=cuda,nvtx` and export it again")
     runtime = _runtime(export, names)

@@ -99,6 +99,10 @@ class Export:
                 raise self.bad(f"{table} has a column 'rowid', which Nsight never writes; {_EXPORT_HINT} again")
         return self._columns[table]
 
+    def has_tables(self, prefix: str) -> bool:
+        """Return whether the name of any table begins with `prefix`."""
+        return any(name.startswith(prefix) for name in self._real)
+
     def bad(self, reason: str) -> BadTrace:
         """Return a `BadTrace` that names this file and `reason`."""
         return BadTrace(reason, path=self.path)

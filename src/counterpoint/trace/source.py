@@ -33,6 +33,14 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _HEAD_BYTES = 1 << 16
 _KINETO_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"')
 _OWN = re.compile(rb'"otherData":\s*\{"(?:written_by":"' + OWN_MARK.encode() + rb'|schema":"counterpoint\.)')
+_OTHERS = (  # first bytes or name of a file of another program, and what it is
+    (re.compile(rb'"rocprofiler-sdk-tool"'), "JSON of rocprofv3"),
+    (re.compile(rb'^"?Kind"?,"?Agent_Id'), "CSV of rocprofv3"),
+    (re.compile(rb"\.(?:pftrace|perfetto-trace)$"), "a Perfetto trace, such as rocprofv3 writes"),
+    (re.compile(rb"\.xplane\.pb$"), "a profile of XLA"),
+    (re.compile(rb'"schema":\s*"[^"]*chakra|"nodes":\s*\['), "an execution trace, without times"),
+    (re.compile(rb"^\x80[\x02-\x05]"), "a pickle (dumps of a hang have names that end with a rank: nccl_trace_rank_3)"),
+)
 _DAMAGED = (
     tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, ValueError, OverflowError,
 )  # fmt: skip
@@ -319,6 +327,10 @@ def _no_trace(path: Path, label: str, head: bytes) -> BadTrace:
         )
     if head.startswith(_SQLITE_MAGIC):
         return BadTrace("a compressed SQLite export; decompress it (gunzip, unzstd) and give the .sqlite", path=label)
+    if other := next((name for sign, name in _OTHERS if sign.search(head) or sign.search(path.name.encode())), None):
+        return BadTrace(
+            f"{other}, which cannot be read; record with torch.profiler and export_chrome_trace", path=label
+        )
     what = "empty" if not head else "neither a Kineto JSON trace (no traceEvents) nor an Nsight Systems SQLite export"
     return BadTrace(f"{what}; record one with torch.profiler and export_chrome_trace", path=label, offset=0)
 

@@ -32,7 +32,7 @@ def test_planted_stall_is_found() -> None:
 
 
 def test_delay_is_the_plant_less_what_was_queued() -> None:
-    """30 ms planted; its GPU ran dry for the last 24 of them, and the others felt most of that."""
+    """30 ms planted; its GPU had no work for the last 24 of them, and the others felt most of that."""
     planted_us = 1e3 * provenance("fsdp-host-stall")["planted"]["amount"]
     assert 0.6 * planted_us < diagnosis("fsdp-host-stall").stragglers[0].delay_us < planted_us
 

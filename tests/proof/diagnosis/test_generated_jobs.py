@@ -128,7 +128,7 @@ def test_equal_collectives_of_which_every_rank_lacks_another() -> None:
 
 def test_loss_is_noted() -> None:
     d, _ = run(JobPlan(lost=((5, 7),)))
-    assert "rank 5: its trace lacks 1 collectives that the others have; the rest still joins" in d.notes
+    assert "rank 5: 1 collective of the other ranks not in its trace; the rest is matched" in d.notes
 
 
 @pytest.mark.parametrize("style", STYLES)

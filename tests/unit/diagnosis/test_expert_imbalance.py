@@ -108,7 +108,7 @@ def test_the_rank_of_hot_experts_is_named_with_figures(style: str) -> None:
     assert found.title.startswith("Expert imbalance, probably") is (style == "copied")
     assert not [f for f in d.findings if f.kind == "straggler"]
     assert [(s.rank, s.cause, s.detail) for s in d.stragglers] == [(3, "more_work", "experts")]
-    assert "Dearest cause: expert imbalance" in d.verdict
+    assert "Main cause: expert imbalance" in d.verdict
 
 
 def test_hot_experts_may_change_from_layer_to_layer() -> None:

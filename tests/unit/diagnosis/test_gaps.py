@@ -100,7 +100,7 @@ def test_a_gap_is_inside_the_range_around_its_own_operation() -> None:
         ([], {"launch": NAN}, {"no_launch_recorded": 5000}),  # as in a trace of the GPU alone, or one with holes
         # the host waited until the kernel had ended, and needs 60 µs to launch again
         ([host("cudaStreamSynchronize", 20, 113)], {"us": 80.0}, {"synchronise": 80}),
-        # the GPU had run dry before it was called
+        # the GPU had run out of work before it was called
         ([host("cudaStreamSynchronize", 130, 131)], {"us": 80.0}, {"launch": 80}),
         # `__call__` of what was compiled is in every step
         ([host("torch/_inductor/codecache.py(906): __call__", 150, 5000, PYTHON)], {},
@@ -278,7 +278,7 @@ def test_stalls_of_all_ranks_cost_what_they_cost_together() -> None:
     d = diagnosed(*stalls_in_turn())
     assert not d.stragglers
     found = finding(d, "host_stall")
-    assert found.title == "The GPUs run dry while the host is in tokenizer.encode"
+    assert found.title == "The GPUs run out of work while the host is in tokenizer.encode"
     assert sum(f.cost_us for f in d.findings if f.kind == "host_stall") == pytest.approx(49_000, rel=0.05)
     assert found.cost_us == pytest.approx(4 * 2 * 5900, rel=0.05)
     assert "without any rank's stalls a step would be 49" in found.evidence
@@ -354,7 +354,7 @@ def test_pauses_of_all_hosts_outweigh_the_rank_that_pauses_most() -> None:
     step = d.totals.duration_us / 3
     assert step > 1.8 * without_us
     worst = d.findings[0]
-    assert (worst.kind, worst.title) == ("host_stall", "The GPUs run dry while the host is in tokenizer.encode")
+    assert (worst.kind, worst.title) == ("host_stall", "The GPUs run out of work while the host is in tokenizer.encode")
     assert "every host pauses 1" in worst.evidence
     by_stalls = sum(f.cost_us for f in d.findings if f.kind in ("host_stall", "straggler"))
     assert by_stalls == pytest.approx(step - without_us, rel=0.03)
@@ -395,7 +395,7 @@ def test_a_rank_that_is_second_latest_is_named() -> None:
     assert cost["straggler", 1] == pytest.approx(3000.0, rel=0.05)
     assert cost["host_stall", 2] == pytest.approx(4000.0, rel=0.06)
     found = finding(d, "host_stall")
-    assert found.title == "The GPUs run dry while the host is in tokenizer.encode, on rank 2"
+    assert found.title == "The GPUs run out of work while the host is in tokenizer.encode, on rank 2"
     assert "the host of rank 2 pauses for 4.00 ms a step for this, in tokenizer.encode" in found.evidence
 
 
@@ -533,7 +533,7 @@ def test_pageable_copies_are_a_finding() -> None:
     found = finding(d, "copies")
     assert found.cost_us == pytest.approx(400, rel=0.02)
     assert "pageable host memory" in found.evidence
-    assert "in 1 copy at 2.6 GB/s" in found.evidence
+    assert "in 1 copy at 2.62 GB/s" in found.evidence
     assert "pin_memory" in found.advice
     assert d.replay is not None
     steps = {w.name: w.step_us for w in d.replay.what_if}

@@ -31,7 +31,7 @@ def test_the_rank_that_has_not_entered_is_named(tmp_path: Path, json: bool) -> N
     found = hang(tmp_path, dumps, json=json)
     assert found.verdict == (
         "Rank 2 has not entered all_reduce #5 of group 0 (default_pg) after all_reduce #4 "
-        "(called in train (train.py:31)); ranks 0–1, 3 wait for it."
+        "(called in train (train.py:31)); ranks 0-1, 3 wait for it."
     )
     assert (found.groups[0].missing, found.groups[0].waiting) == ((2,), (0, 1, 3))
     assert [(s.rank, s.scheduled, s.completed) for s in found.groups[0].states] == [
@@ -184,3 +184,37 @@ def test_a_status_that_counts_sends_is_not_taken_for_collectives(tmp_path: Path)
     behind = dump([*calls(2, "completed"), *sends], groups, pg_status=status)
     ahead = dump([*calls(3), *sends], groups)
     assert hang(tmp_path, {0: ahead, 1: behind}).verdict.startswith("Rank 1 has not entered all_reduce #3")
+
+
+PAIR = {"a": ("dp", (0, 1)), "b": ("tp", (0, 1))}
+
+
+def entered(a: str, b: str) -> dict[str, Any]:
+    """A rank that has entered a collective of each group, which are in these states."""
+    return dump([*calls(3, a, group="a", desc="dp"), *calls(2, b, group="b", desc="tp")], PAIR)
+
+
+def test_groups_that_hold_each_other_up_on_the_gpus(tmp_path: Path) -> None:
+    """Both ranks have entered both; each runs another one, so that neither kernel finds its peer."""
+    verdict = hang(tmp_path, {0: entered("started", "scheduled"), 1: entered("scheduled", "started")}).verdict
+    assert verdict.startswith(
+        "Two groups hold each other up on the GPUs: all_reduce #3 of group a (dp) runs on rank 0, all_reduce #2 of "
+        "group b (tp) on rank 1, and neither starts on the others: SMs or hardware queues run out. "
+    )
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT=1" in verdict
+
+
+@pytest.mark.parametrize("a", ["scheduled", "started"])
+def test_without_crossing_starts_groups_of_the_same_ranks_are_not_accused(tmp_path: Path, a: str) -> None:
+    """A kernel that runs on all ranks, or one that no rank has begun, says nothing of SMs."""
+    verdict = hang(tmp_path, {0: entered(a, "scheduled"), 1: entered(a, "scheduled")}).verdict
+    assert verdict.startswith("All 2 ranks have entered all_reduce #3 of group a (dp) alike")
+
+
+def test_groups_of_other_ranks_may_hold_each_other_up(tmp_path: Path) -> None:
+    """Which have started was not recorded: it is said as a possibility, with what would tell."""
+    groups = {"0": ("default_pg", range(3)), "1": ("tp", (0, 1))}
+    both = dump([*calls(3), *calls(2, group="1", desc="tp")], groups)
+    verdict = hang(tmp_path, {0: both, 1: both, 2: dump(calls(3), groups)}).verdict
+    assert verdict.startswith("All ranks have entered the collectives of 2 groups alike, and none ends: ")
+    assert verdict.endswith("TORCH_NCCL_ENABLE_TIMING=1 records which have started.")

@@ -153,19 +153,19 @@ def case(claim: str, name: str, us: float, *ranks: Rank, **given: Any) -> Any:
              rank(op("Memcpy HtoD (Pageable -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0, call_us=400),
                   op("matmul", 430, 530, launch=420))),
         case("a blocked collective runs from 30 beside the kernel", FIXED, 210, BLOCKED,
-             blocked=[np.array([False, True])]),
+             held={FIXED: [np.array([False, True])]}),
         case("twice as fast, a collective behind a kernel still begins at 200", TWICE, 250, BLOCKED),
         case("a kernel of half the time lets it begin at 100", NO_CONTENTION, 200, BLOCKED,
              alone_us=[np.array([100.0, NAN])]),
         # it begins 40 µs after the kernel, 220 after its launch came through; fixed, at most 20: it ends at 150
         case("a wait that nothing explains goes", FIXED, 210,
              rank(op("nvjet", 10, 210, launch=0), comm("all_gather", 250, 350, launch=20)),
-             blocked=[np.array([False, True])]),
+             held={FIXED: [np.array([False, True])]}),
         # the trace shows by a stream wait that it needs a copy which ends at 110: 110 to 210, not 30
         case("true dependencies stay", FIXED, 305,
              rank(op("copy", 10, 110, launch=0, stream=9), host("cudaStreamWaitEvent", 3, 4),
                   comm("all_gather", 300, 400, launch=20), op("nvjet", 105, 305, launch=25)),
-             blocked=[np.array([False, False, True])]),
+             held={FIXED: [np.array([False, False, True])]}),
         case("60 instead of 100 where the time alone is known", NO_CONTENTION, 112,
              rank(op("matmul", 10, 110, launch=0), op("norm", 112, 152, launch=1)), alone_us=[np.array([60.0, NAN])]),
         # the second kernel asked for the collective that ends at 111
@@ -193,7 +193,7 @@ def test_host_that_waits_for_the_end_of_the_step_returns_earlier_too() -> None:
 
 def test_scenarios_without_a_cause_are_not_replayed() -> None:
     """No straggler, contention, blocked collective, stall or copy: questions about communication and launches only."""
-    played = replay(job(*LATE_RANK), blocked=[np.zeros(2, bool)] * 2)
+    played = replay(job(*LATE_RANK))
     assert played is not None
     assert [w.name for w in played.what_if] == [TWICE, FREE, HOSTS_FREE]
 

@@ -1,16 +1,19 @@
 """Who is blamed, and who is not, in jobs of a few operations."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from counterpoint.diagnosis.analysis.analysis import Analysis
+from counterpoint.diagnosis.api import diagnose
 from counterpoint.diagnosis.findings.advice import advise_straggler
 from counterpoint.diagnosis.reading.traced_job import TracedJob, TracedStack
-from counterpoint.records.diagnosis import Straggler
+from counterpoint.records.diagnosis import Diagnosis, Straggler
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
 from tests.support.job_builder import Host, Op, Rank, host, job, op, rank
+from tests.support.job_generator import Fault, JobPlan, write_job
 
 
 def stragglers(j: TracedJob) -> tuple[Straggler, ...]:
@@ -79,7 +82,7 @@ def test_one_slow_kernel_is_not_a_slow_gpu() -> None:
     assert [(s.rank, s.cause, s.detail) for s in found] == [(1, "slow_kernel", "flash_fwd")]
     assert "flash_fwd takes 4.00 x as long as on rank" in found[0].evidence
     assert "all its other kernels 1.00 x" in found[0].evidence
-    advice = advise_straggler(found[0], TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False))
+    advice = advise_straggler(found[0], TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False, ddp=False))
     assert "drain" not in advice
     assert "what flash_fwd works on" in advice
 
@@ -229,5 +232,20 @@ def test_without_host_events_no_cause_is_claimed() -> None:
     (late,) = stragglers(job(*paused(("anything", 5000.0), recorded=False)))
     assert (late.rank, late.cause) == (3, "no_host_events")
     assert "ProfilerActivity.CPU" in advise_straggler(
-        late, TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False)
+        late, TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False, ddp=False)
     )
+
+
+def test_a_late_rank_costs_what_its_stall_does_where_its_stand_in_waits_too(tmp_path: Path) -> None:
+    """The hosts of the others wait for the GPU in the same stretch, so that their time as a stand-in saves nothing."""
+
+    def step_us(*faults: Fault) -> tuple[float, Diagnosis]:
+        folder = tmp_path / str(len(faults))
+        write_job(JobPlan(style="ddp", ranks=4, transfer_us=300.0, faults=faults), folder)
+        found = diagnose(folder).diagnosis
+        return found.totals.duration_us / len(found.steps), found
+
+    healthy, _ = step_us()
+    stalled, found = step_us(Fault(kind="stall", rank=2, us=8000.0))
+    assert (found.findings[0].kind, found.findings[0].rank) == ("straggler", 2)
+    assert found.findings[0].cost_us == pytest.approx(stalled - healthy, rel=0.05)

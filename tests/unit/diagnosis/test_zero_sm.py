@@ -10,7 +10,7 @@ import pytest
 from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import even_call, plan_all
 from counterpoint.collectives.program.tuning import best_tuning
-from counterpoint.diagnosis.analysis.replay import NO_FSDP2_COPIES, ZERO_SM, replay
+from counterpoint.diagnosis.analysis.replay import LAUNCH_ORDER, NO_FSDP2_COPIES, ZERO_SM, replay
 from counterpoint.diagnosis.reading.traced_job import traced_stack
 from counterpoint.machine import profile
 from counterpoint.machine.profile import default_profile
@@ -77,7 +77,7 @@ def test_a_collective_held_back_by_a_kernel_starts_at_once() -> None:
     """Launched at 0, begun at 1000 as the kernel left the SMs."""
     one = rank(op("matmul", 10, 1000, launch=0.0), collective("all_gather", 1001, 2500))
     held = [np.array([False, True])] * 2
-    freed, kept = played(one, blocked=held)[ZERO_SM], played(one)[ZERO_SM]
+    freed, kept = played(one, held={LAUNCH_ORDER: held})[ZERO_SM], played(one)[ZERO_SM]
     took = alone_us("all_gather", 2 * ELEMENTS)
     assert kept == pytest.approx(1001 + took, abs=25.0)
     assert freed == pytest.approx(max(1000 * 1.03, took), rel=0.05)

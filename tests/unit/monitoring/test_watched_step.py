@@ -95,7 +95,7 @@ def test_the_line_of_one_rank_is_of_its_gpu_and_host() -> None:
     gemms = [op("gemm", 10.0, 100.0), op("gemm", 720.0, 1000.0, launch=705.0)]
     found = diagnosed(rank(*gemms, item, steps=[(0.0, 1000.0)]))
     line = watched_step(found, 500, ()).line
-    assert line == "step 500: 1.0 ms, GPU idle 63 %, 0.6 ms: the GPUs run dry at synchronisations (aten::item)"
+    assert line == "step 500: 1.0 ms, GPU idle 63 %, 0.6 ms: the GPUs run out of work at synchronisations (aten::item)"
 
 
 def test_lines_of_json(tmp_path: Path, stalled: WatchedStep) -> None:

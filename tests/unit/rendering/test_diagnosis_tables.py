@@ -36,10 +36,6 @@ def test_sums_are_divided_by_one_where_no_step_was_found(empty: Diagnosis) -> No
     assert tables.steps_in(empty) == 1
 
 
-def test_a_clock_without_offset_is_not_worth_a_note(empty: Diagnosis) -> None:
-    assert tables.notes(empty) == []
-
-
 def test_a_late_rank_is_among_the_worst_however_much_it_computes() -> None:
     accounts = [example.account(rank) for rank in range(40)]
     accounts[37] = msgspec.structs.replace(accounts[37], compute_us=accounts[37].duration_us)

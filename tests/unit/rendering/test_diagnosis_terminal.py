@@ -44,12 +44,35 @@ def test_long_tables_are_for_the_verbose(training: Diagnosis, table: str) -> Non
     assert not headings(verbose=False)
 
 
+<<<<<<< HEAD
 def test_in_short_three_findings_are_named_with_their_first_sentence_and_the_rest_counted(training: Diagnosis) -> None:
     many = msgspec.structs.replace(training, findings=training.findings[:1] * 5)
+=======
+def test_in_short_three_remedies_are_named_and_the_findings_of_others_counted(training: Diagnosis) -> None:
+    first, change = training.findings[0], msgspec.structs.replace
+    many = change(training, findings=tuple(change(first, advice=f"Do {n}") for n in range(5)))
+>>>>>>> h-words
     short = printed(many, verbose=False)
     assert "\n3. " in short
     assert "\n4. " not in short
     assert "--verbose: 2 more findings" in short
+<<<<<<< HEAD
+=======
+
+
+def test_findings_with_one_remedy_are_one_card(training: Diagnosis) -> None:
+    """The remedy stands once, with the first of its findings; the costs and titles of the others follow."""
+    change = msgspec.structs.replace
+    first, second, third = (change(f, remedy=r) for f, r in zip(training.findings, ("a", None, "a"), strict=True))
+    text = printed(change(training, findings=(first, second, third)), verbose=False)
+    cards = text[text.index("1. ") :].split("\n2. ")
+    assert f"also 1.90 ms  {third.title}" in cards[0]
+    assert third.advice not in text
+    assert second.title in cards[1]
+
+
+def test_in_short_advice_ends_after_its_first_sentence_and_reasons_after_two_lines(training: Diagnosis) -> None:
+>>>>>>> h-words
     long = msgspec.structs.replace(training.findings[0], advice="Do this (1.5 x). Because.", evidence="seen " * 60)
     text = printed(msgspec.structs.replace(training, findings=(long,)), verbose=False)
     assert "→ Do this (1.5 x)\n   seen" in text  # the remedy comes first
@@ -71,7 +94,6 @@ def test_steps_of_a_few_us_and_the_error_of_the_replay_are_said(training: Diagno
         "█ compute alone  ▓ compute + communication  ▒ transfer  ░ wait  = copies  · idle",
         "unchanged                   ████████████████████████ 91.30    1.00×",
         "communication free          ███████████████████      71.20    1.28×",  # over the unchanged replay
-        "· Clocks were aligned; the largest offset is rank 7's: -9.8 ± 0.6 µs.",
         "2. 4.20 ms  GEMMs need a second wave beside NCCL",
         "   → Give the GEMM 108 SMs: cublasSetSmCountTarget(handle, 108), or NCCL 8 CTAs:",
     ],

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sqlite3
 import struct
 import zlib
 from pathlib import Path
@@ -330,3 +331,67 @@ def test_events_of_the_profiler_before_kineto_are_told_by_process(tmp_path: Path
 def test_a_long_name_of_a_process_is_cut(tmp_path: Path) -> None:
     events = [{"ph": "X", "name": "a", "pid": "x" * 5000, "tid": 3, "ts": 1, "dur": 5}]
     assert len(spoilt(json.dumps(events).encode(), tmp_path).reason) < 250
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("out_results.json", b'{"rocprofiler-sdk-tool": [{"metadata": {"pid": 1}}]}', "JSON of rocprofv3"),
+        ("out_kernel_trace.csv", b'"Kind","Agent_Id","Queue_Id","Kernel_Name"\n', "CSV of rocprofv3"),
+        ("out_results.pftrace", b"\n\x10\x08\x01\x9a\x07", "a Perfetto trace"),
+        ("host.xplane.pb", b"\n\x0b/host:CPU", "a profile of XLA"),
+        ("et.json", b'{"schema": "1.1.1-chakra.0.0.4", "nodes": [{"id": 1}]}', "an execution trace, without times"),
+        ("snapshot.pickle", b"\x80\x04\x95\x10", "a pickle"),
+    ],
+    ids=shortly,
+)
+def test_files_of_other_tools_are_named(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    reason = spoilt(content, tmp_path, name).reason
+    assert reason.startswith(said)
+    assert "record with torch.profiler" in reason
+
+
+def test_a_database_of_rocprofv3_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "results.db"
+    with sqlite3.connect(path) as made:
+        made.execute("CREATE TABLE rocpd_kernel_dispatch_1 (id INTEGER, start INTEGER)")
+    with pytest.raises(BadTrace, match="a database of rocprofv3"):
+        diagnose(path)
+
+
+@pytest.mark.parametrize(
+    ("category", "host", "said"),
+    [
+        ("hpu_op", True, "1 event of category 'hpu_op' without a stream: what this device ran cannot be read"),
+        ("privateuse1_kernel", True, "1 event of category 'privateuse1_kernel' without a stream"),
+        ("FEE", False, "no events of PyTorch: their categories are FEE (1), as in traces of other programs"),
+    ],
+)
+def test_events_of_unknown_categories_are_no_cpu_job(category: str, host: bool, said: str, tmp_path: Path) -> None:
+    """What a device ran is not passed over beside host operations, nor another program's trace called empty."""
+    events = [kt.op("aten::mm", 0.0, 9.0)] * host + [kt.event(category, "matmul", 1.0, 5.0, pid=3)]
+    assert spoilt(kt.text(events), tmp_path).reason.startswith(said)
+
+
+def test_other_unknown_categories_are_noted(tmp_path: Path) -> None:
+    events = [kt.op("aten::mm", 0.0, 9.0), kt.event("my_tool", "span", 1.0, 5.0)]
+    assert read(kt.write(tmp_path / "rank0.json", events)).notes == (
+        "events of unknown categories are left out: my_tool (1)",
+    )
+
+
+def test_operations_without_a_duration_are_noted(tmp_path: Path) -> None:
+    events = [kt.kernel("gemm", 1.0 * i, 0.0) for i in range(3)]
+    assert read(kt.write(tmp_path / "rank0.json", events)).notes == (
+        "3 of 3 operations have no duration: their work is unknown",
+    )
+
+
+def test_ranks_with_other_devices_and_further_steps_are_noted(tmp_path: Path) -> None:
+    for rank, (gpu, steps) in enumerate([("NVIDIA H200", 4), ("NVIDIA A100-SXM4-80GB", 2)]):
+        head = kt.header(rank=rank, devices=[kt.H200 | {"name": gpu}])
+        kt.write(tmp_path / f"rank{rank}.json", kt.training(steps=steps, rank=rank), head)
+    d = diagnose(tmp_path).diagnosis
+    assert len(d.steps) == 2
+    assert "1 rank with further steps, which other ranks lack: only common steps count" in d.notes
+    assert "the ranks differ in their devices: NVIDIA H200: rank 0; NVIDIA A100-SXM4-80GB: rank 1" in d.notes

@@ -278,7 +278,7 @@ def test_traces_without_rank_are_numbered_as_a_person_counts(tmp_path: Path) -> 
         kt.write(tmp_path / f"trace_{number}.json", [kt.kernel("k", 1.0, 5.0)], kt.header(rank=None))
     diagnosis = diagnose(tmp_path).diagnosis
     assert [Path(file).name for file in diagnosis.source.files] == ["trace_1.json", "trace_2.json", "trace_10.json"]
-    assert (diagnosis.ranks, any("do not say their rank" in note for note in diagnosis.notes)) == ((0, 1, 2), True)
+    assert (diagnosis.ranks, any("without a rank" in note for note in diagnosis.notes)) == ((0, 1, 2), True)
 
 
 def own(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,8 +20,9 @@ from counterpoint.diagnosis.analysis.experts import (
 )
 from counterpoint.diagnosis.analysis.idle import RankIdle, hosts_known, idle_of_ranks, summarise_idle
 from counterpoint.diagnosis.analysis.kernels import Blocked, KernelSet, compare_overlap, find_blocked
-from counterpoint.diagnosis.analysis.replay import replay
+from counterpoint.diagnosis.analysis.replay import INDEPENDENT_STREAMS, LAUNCH_ORDER, replay
 from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
+from counterpoint.diagnosis.analysis.stream_order import find_stream_order
 from counterpoint.diagnosis.analysis.unrecorded import Unrecorded, find_unrecorded
 from counterpoint.diagnosis.reading.traced_job import TracedJob, TracedStack, traced_stack
 from counterpoint.records.diagnosis import (
@@ -33,6 +35,10 @@ from counterpoint.records.diagnosis import (
     Replay,
     Straggler,
 )
+from counterpoint.trace.timeline import F64, Bools
+
+_SAVED_SHARE = 0.1  # of the delay by stalls: a stand-in that saves less has waited as long itself
+_UNTOLD_SHARE = 0.1  # of exposed communication: if more of it lacks ranks, known waits say little
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,13 @@ class Analysis:
     def waits(self) -> Waits:
         """Return each rank's µs of waiting and of transfer in each collective."""
         return accounts.waits(self.job, self.busy)
+
+    @cached_property
+    def waits_untold(self) -> bool:
+        """Return whether much of the exposed communication is in collectives of which not all ranks were recorded."""
+        inside = self.waits.step >= 0
+        exposed = np.nansum(self.waits.exposed, axis=1)[inside]
+        return float(exposed[~self.waits.complete[inside]].sum()) > _UNTOLD_SHARE * float(exposed.sum())
 
     @cached_property
     def per_rank(self) -> tuple[RankAccount, ...]:
@@ -117,8 +130,14 @@ class Analysis:
 
     @cached_property
     def blocked(self) -> tuple[Blocked, ...]:
-        """Return the collectives that had to wait because a kernel held every SM."""
-        return find_blocked(self.job)
+        """Return the collectives that waited because a kernel held every SM, not because streams share one queue."""
+        order = self.stream_order
+        return tuple(b for b in find_blocked(self.job) if order is None or not order[b.column][b.op])
+
+    @cached_property
+    def stream_order(self) -> tuple[F64, ...] | None:
+        """Return the µs by which operations began late since all streams share one queue; None if they do not."""
+        return None if self.job.digests[0].device.from_host else find_stream_order(self.job)
 
     @cached_property
     def unrecorded(self) -> Unrecorded:
@@ -141,14 +160,18 @@ class Analysis:
         if self.idle is None:
             return None
         alone_us = self.kernels.alone_us
-        held = [np.zeros(len(d.gpu), bool) for d in self.job.digests]
-        for b in self.blocked:
-            held[b.column][b.op] = True
+        held: dict[str, Sequence[Bools]] = {}
+        if self.blocked:
+            held[LAUNCH_ORDER] = blocked = [np.zeros(len(d.gpu), bool) for d in self.job.digests]
+            for b in self.blocked:
+                blocked[b.column][b.op] = True
+        if self.stream_order:
+            held[INDEPENDENT_STREAMS] = [lost_us > 0 for lost_us in self.stream_order]
         return replay(
             self.job,
             typical=self._typical(),
             alone_us=alone_us if any(np.isfinite(us).any() for us in alone_us) else None,
-            blocked=held if self.blocked else None,
+            held=held,
             suspected_us=self.unrecorded.by_operation(self.job),
             stack=self.stack,
             hosts_known=hosts_known(self.idle),
@@ -160,6 +183,13 @@ class Analysis:
         """Return by how many µs each change shortens the replayed step, by the change's name."""
         played = self.replay
         return {w.name: max(played.replayed_us - w.step_us, 0.0) for w in played.what_if} if played else {}
+
+    @property
+    def late_us(self) -> float:
+        """Return the µs that the late ranks cost a replayed step; of stalls, where their stand-ins save nothing."""
+        stalls = sum(s.delay_us for s in self.told_late if s.cause == "host_stall") / self.job.num_steps
+        saved, by_stalls = (self.saved_us.get(name, 0.0) for name in ("no straggler", "no stall on any rank"))
+        return saved if saved > _SAVED_SHARE * stalls else min(stalls, by_stalls)
 
     def _typical(self) -> dict[int, int]:
         """Return the stand-in of each late rank: the rank with median compute time among ranks that are not late."""

@@ -9,10 +9,12 @@ explains; only where that is too little (a trace without launches, say) such wai
 - no straggler: operations and host work of a straggler take as long as on a typical rank.
 - no contention: a compute kernel that ran during communication takes as long as alone.
 - communication twice as fast, free: the transfer of every collective is halved, or nothing. Where other ranks have no
-  trace, transfer cannot be told from waiting: all of the collective is scaled except its suspected waiting.
+  trace, transfer cannot be told from waiting: all of the collective is scaled except its suspected waiting. Not tried
+  where the trace has no launches and the graph does not explain it: what waits for communication is then unknown.
 - no suspected waiting for ranks not recorded: collectives take no longer than such usually do (`unrecorded.py`).
 - launch order fixed: a collective that found every SM taken by a persistent kernel does not wait for that kernel. The
   kernel is not slowed in turn.
+- independent streams: operations that began late since all streams share one queue begin when they are ready.
 - hosts free: a host takes no time between its calls, but still waits for the GPU where it did. An operation that
   was not seen to wait for another stream still follows the last operation that had ended when it began.
 - no stall on any rank: every long host time without a launch takes as long as the median one below `STALL_US`; calls
@@ -50,6 +52,8 @@ from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind
 _LIMIT = 60_000  # most GPU operations: a few seconds of eight ranks, replayed in half a second
 _LEAST_COPY_SHARE = 0.01  # of the replayed time: where copies take less, no replay leaves them out
 NO_SUSPECTED_WAITING = "no suspected waiting for ranks not recorded"
+LAUNCH_ORDER = "launch order fixed"
+INDEPENDENT_STREAMS = "independent streams"
 NO_FSDP2_COPIES = "no FSDP2 copies"
 ZERO_SM = "zero-SM collectives"
 _EXPLAINED_ERROR = 0.01  # largest error of a graph that counts as explaining a trace
@@ -60,7 +64,7 @@ def replay(
     *,
     typical: Mapping[int, int] | None = None,
     alone_us: Sequence[F64] | None = None,
-    blocked: Sequence[Bools] | None = None,
+    held: Mapping[str, Sequence[Bools]] | None = None,
     suspected_us: Sequence[F64] | None = None,
     stack: TracedStack | None = None,
     hosts_known: bool = True,
@@ -73,7 +77,8 @@ def replay(
         job: ranks on one clock.
         typical: column of a straggler -> column of the rank whose operations and host work stand in for its own.
         alone_us: per column and GPU operation, how long it would run without contention; NaN: as measured.
-        blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
+        held: by the name of the what-if without it, per column and GPU operation, whether something held it up:
+            a persistent kernel (`LAUNCH_ORDER`) or a queue that all streams share (`INDEPENDENT_STREAMS`).
         suspected_us: per column and GPU operation, how long it seems to have waited for a rank that has no trace.
         stack: hardware and software that the trace shows; None: zero-SM collectives are not tried.
         hosts_known: whether host activity was recorded; if not, hosts that are free or do not stall are not tried.
@@ -104,16 +109,17 @@ def replay(
         what_if[NO_SUSPECTED_WAITING] = changed(
             graph, duration=graph.duration - late, transfer=graph.transfer - np.minimum(late, graph.transfer)
         )
-    if (graph.kind == Kind.COMM).any():
+    launched = bool((np.isfinite(graph.order) & (graph.row >= 0)).any())
+    if (graph.kind == Kind.COMM).any() and (explained or launched):
         what_if["communication twice as fast"] = _communication(graph, 0.5, late)
         what_if["communication free"] = _communication(graph, 0.0, late)
-    if blocked is not None and any(b.any() for b in blocked):
-        what_if["launch order fixed"] = not_held(graph, of_operations(graph, blocked, False))
-    if hosts_known:
+    held = held or {}
+    what_if |= {name: not_held(graph, of_operations(graph, rows, False)) for name, rows in held.items()}
+    if hosts_known and launched:
         what_if |= _of_hosts(graph, job, ends, hosts)
     if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _LEAST_COPY_SHARE * graph.window_us.max():
         what_if["no copies"] = _no_copies(graph, job, hosts)
-    what_if |= _without_sms(graph, job, stack, alone_us, blocked, hosts)
+    what_if |= _without_sms(graph, job, stack, alone_us, held.get(LAUNCH_ORDER), hosts)
     steps_us = [_step_us(g, e) for g, e in zip(what_if.values(), simulate_all(list(what_if.values())), strict=True)]
     replayed = _step_us(graph, ends)
     return Replay(
@@ -172,9 +178,7 @@ def _communication(graph: ReplayGraph, factor: float, waiting: F64) -> ReplayGra
 
 
 def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:
-    """Return, by name, the graphs without host time and without host stalls; empty if no launch is recorded."""
-    if not (np.isfinite(graph.order) & (graph.row >= 0)).any():
-        return {}
+    """Return, by name, the graphs without host time and without host stalls."""
     found = {"hosts free (CUDA graphs)": _hosts_free(graph, ends, hosts)}
     stalling = graph.host_gap - _in_copies(graph, job, hosts)
     if (stalling >= STALL_US).any():

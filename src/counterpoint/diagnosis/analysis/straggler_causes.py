@@ -60,7 +60,9 @@ def host_cause(job: TracedJob, column: int, late: I64, steps: I64) -> Why:
     phase, module = _place(job.digests[column].gap_places, gap, names)
     where = f" (inside {names[gaps.inside[gap]]})" if gaps.inside[gap] >= 0 else ""
     where += in_words(phase, module)
-    dry = f"its GPU ran dry for {idle[first] / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
+    on_host = job.digests[column].device.from_host
+    dry = f"{'it paused' if on_host else 'its GPU had no work'} for {idle[first] / 1e3:.2f} ms{_within(job, steps)}"
+    dry += f", {gap_ms:.2f} ms at once"
     if 2 * longer[first] < np.maximum(longer, 0).sum():
         dry += f" (and for {idle[second] / 1e3:.2f} ms: {IDLE_CAUSES[CATEGORIES[second]].short})"
     cause: StragglerCause = "host_stall"
@@ -93,6 +95,11 @@ def host_cause(job: TracedJob, column: int, late: I64, steps: I64) -> Why:
         evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {operation}{where}"
     at = (float(gaps.start[gap]), float(gaps.end[gap]))
     return Why(cause=cause, detail=detail, evidence=evidence, phase=phase, module=module, gap=at)
+
+
+def _within(job: TracedJob, steps: I64) -> str:
+    """Return text on the steps over which a time is summed; empty if the job has one step."""
+    return f" in {len(steps)} of {job.num_steps} steps" if job.num_steps > 1 else ""
 
 
 def _by_category(gaps: Gaps, us: F64) -> F64:
@@ -149,7 +156,8 @@ def compute_cause(job: TracedJob, column: int, late: I64, steps: I64, compute_us
     places = zip(*(_by_place(job, c, steps) for c in (column, peer_column)), strict=True)
     phase, module = (_mostly(*of_both) for of_both in places)
     where = in_words(phase, module).replace(", in", ", mostly in", 1)
-    text = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank{where}"
+    each = " a step" if len(steps) > 1 else ""
+    text = f"it computes {compute_us / len(steps) / 1e3:.2f} ms{each} longer than the typical rank{where}"
     enough = EXPLAINED_SHARE * felt
     slower = ratio > 1.02 and measured - expected > enough
     slowest, slowest_ratio, other_ratio = _slowest(mine, theirs)
@@ -158,7 +166,7 @@ def compute_cause(job: TracedJob, column: int, late: I64, steps: I64, compute_us
         cause = "more_work"
         text += (
             f": {other_share:.0%} of its kernels differ in grid or shapes from rank {peer}'s, "
-            f"{extra_us / 1e3:+.2f} ms of kernels (such as {example})"
+            f"{extra_us / 1e3:+.2f} ms of kernels{_within(job, steps)} (one of them: {example})"
         )
     elif slower and slowest:
         cause, example = "slow_kernel", slowest
@@ -174,7 +182,7 @@ def compute_cause(job: TracedJob, column: int, late: I64, steps: I64, compute_us
         )
     elif extra_us > max(enough, 0.5 * compute_us):
         cause = "more_work"
-        text += f": {extra_us / 1e3:.2f} ms of kernels that rank {peer} lacks"
+        text += f": {extra_us / 1e3:.2f} ms of kernels{_within(job, steps)} that rank {peer} lacks"
     else:
         example = None
         text += f", but its kernels are as many and as fast as those of rank {peer}"

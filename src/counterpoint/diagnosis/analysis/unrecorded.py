@@ -2,7 +2,8 @@
 
 Where every rank of a group is read, the last arrival tells waiting from moving bytes. With one rank's trace, or without
 that of the late rank, both look alike. What can be said is a lower bound: among collectives of one operation, group and
-size, those that take far longer than usual do so because a rank is late, for bytes and links are the same.
+size, those that take far longer than usual do so because a rank is late, for bytes and links are the same. Where the
+trace holds no sizes, calls of one kernel with one grid are compared, by a factor that sizes do not explain.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import numpy as np
 from counterpoint.diagnosis.analysis.accounts import Activity, Waits, most_stated
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.traced_job import TracedJob
-from counterpoint.trace.timeline import F64, I64, Bools, Kind
+from counterpoint.trace.timeline import F64, I64, Bools, Intern, Kind
 
 _LEAST_CALLS = 3  # least number of collectives of one size that tell the usual time
+_LEAST_CALLS_OF_ANY_SIZE = 8  # least number of calls of one kernel and grid, where no size is stated
 _LEAST_CALLS_OF_ANOTHER_SIZE = 2  # least number of collectives of another size
 _QUANTILE = 0.25  # low, since many collectives may contain a wait
 _SUSPECT_FACTOR = 2.0  # contention does not explain more than this many times the usual time, ...
+_SUSPECT_FACTOR_OF_ANY_SIZE = 8.0  # nor do sizes for which NCCL takes one kernel with one grid
 _SUSPECT_US = 50.0  # ... and jitter does not explain more than this
+_SHARED_SHARE = 0.5  # of a transfer beside which other collectives run
 _EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # ranks move equally many bytes
 
 
@@ -28,7 +32,6 @@ _EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # ranks move equally man
 class Unrecorded:
     """Holds each joined collective's suspected waiting for ranks without a trace, in µs [J]; `exposed_us`: [J, R]."""
 
-    incomplete: Bools  # a rank of its group has no trace: waiting for it shows as transfer
     usual_us: F64  # longest usual time of such a collective if no rank is late; NaN: unknown
     excess_us: F64  # part of its transfer that is suspected to be waiting
     exposed_us: F64  # exposed part of `excess_us`; NaN: the rank took no part
@@ -54,7 +57,8 @@ def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorde
         rows = np.flatnonzero(there[:, column] & incomplete)
         start, end = w.last_start[rows], job.joined.end[rows, column]
         beside[rows, column] = _several(job, column).within(start, np.maximum(start, end))
-    own = np.maximum(transfer - beside.max(axis=1, initial=0.0), 0.0)  # concurrent collectives share the links
+    shared = beside.max(axis=1, initial=0.0)  # concurrent collectives share the links: these tell no usual time
+    own = np.where(shared > _SHARED_SHARE * transfer, np.nan, np.maximum(transfer - shared, 0.0))
     usual, limit = _usual(job, own, incomplete)
     copies = most_stated(job, "ctas") == 0  # copies wait before they begin
     late = incomplete & ~copies & (own > limit)
@@ -64,9 +68,7 @@ def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorde
         rows = np.flatnonzero(there[:, column] & late)
         start = w.last_start[rows]
         exposed[rows, column] = excess[rows] - rank.compute.within(start, start + excess[rows])
-    return Unrecorded(
-        incomplete=incomplete, usual_us=np.where(copies, np.nan, usual), excess_us=excess, exposed_us=exposed
-    )
+    return Unrecorded(usual_us=np.where(copies, np.nan, usual), excess_us=excess, exposed_us=exposed)
 
 
 def _several(job: TracedJob, column: int) -> Intervals:
@@ -93,7 +95,8 @@ def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
     count = len(job.joined)
     usual, limit = np.full(count, np.nan), np.full(count, np.inf)
     size = most_stated(job, "bytes")
-    rows = np.flatnonzero(judged & (size >= 0) & np.isfinite(own))
+    messages = np.array([op == "send_recv" for op in job.joined.op], bool)  # their sizes and waits differ by schedule
+    rows = np.flatnonzero(judged & np.isfinite(own) & ((size >= 0) | ~messages))
     if not len(rows):
         return usual, limit
     keys, which = np.unique(_keys(job, rows, size), axis=0, return_inverse=True)
@@ -102,12 +105,12 @@ def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
     number = np.bincount(which)
     first = np.cumsum(number) - number
     low = own[rows][order][first + (_QUANTILE * (number - 1)).astype(np.int64)]
-    measure = np.where(number >= _LEAST_CALLS, low, np.inf)
+    sized = keys[:, 2] >= 0
+    measure = np.where(number >= np.where(sized, _LEAST_CALLS, _LEAST_CALLS_OF_ANY_SIZE), low, np.inf)
     even = np.isin(np.array([job.joined.op[j] for j in rows[order[first]].tolist()]), _EVEN)
-    measure = np.minimum(
-        measure, _from_other_sizes(keys, np.where(even & (number >= _LEAST_CALLS_OF_ANOTHER_SIZE), low, np.inf))
-    )
-    bound = _SUSPECT_FACTOR * measure + _SUSPECT_US
+    even &= sized & (number >= _LEAST_CALLS_OF_ANOTHER_SIZE)
+    measure = np.minimum(measure, _from_other_sizes(keys, np.where(even, low, np.inf)))
+    bound = np.where(sized, _SUSPECT_FACTOR, _SUSPECT_FACTOR_OF_ANY_SIZE) * measure + _SUSPECT_US
     ordinary = own[rows] <= bound[which]
     slowest = np.full(len(keys), -np.inf)
     np.maximum.at(slowest, which[ordinary], own[rows][ordinary])
@@ -118,12 +121,23 @@ def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
 
 
 def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
-    """Return three integers per collective: an id of operation and group, an id of the recorded ranks, and bytes."""
-    names = list(zip(job.joined.op, job.joined.group, strict=True))
-    table = {name: i for i, name in enumerate(dict.fromkeys(names))}
-    named = np.array([table[names[j]] for j in rows.tolist()], np.int64)
+    """Return three integers per collective: an id of operation and group, an id of the recorded ranks, and bytes.
+
+    Without bytes (-1) the first id is also that of the kernel and its grid.
+    """
+    table: Intern[tuple[object, ...]] = Intern()
+    kernels = [_kernel(job, j) if size[j] < 0 else () for j in rows.tolist()]
+    names = ((job.joined.op[j], job.joined.group[j], *k) for j, k in zip(rows.tolist(), kernels, strict=True))
+    named = np.array([table[name] for name in names], np.int64)
     members = np.unique(job.joined.row[rows] >= 0, axis=0, return_inverse=True)[1].ravel()
     return np.stack([named, members.astype(np.int64), size[rows]], axis=1)
+
+
+def _kernel(job: TracedJob, collective: int) -> tuple[object, ...]:
+    """Return the name and the number of blocks of a collective's kernel, on the first rank that took part."""
+    column = int((job.joined.row[collective] >= 0).argmax())
+    d, row = job.digests[column], job.joined.row[collective, column]
+    return d.names[d.gpu.name[d.comm.first[row]]], int(d.comm.ctas[row])
 
 
 def _from_other_sizes(keys: I64, low: F64) -> F64:

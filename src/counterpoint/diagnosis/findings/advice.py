@@ -115,6 +115,11 @@ def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedSta
     return f"use {no_sm}; or {limit}. Without an extra wave {fit} beside it"
 
 
+def remedy_of(advice: str) -> str | None:
+    """Return the name of the change that an advice names first, where one change removes several findings."""
+    return ZERO_SM if advice.startswith(f"use {_OVERLAP}") else None
+
+
 def no_sm_collectives(a: Analysis) -> str:
     """Return text on what can replace collectives that need SMs, with the replayed step time if it is shorter."""
     if not a.stack.overlaps:
@@ -147,10 +152,11 @@ def advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack, no_s
     return f"{'; or '.join(ways)}. Stream priority does not pre-empt a resident kernel"
 
 
-def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copies: bool = False) -> str:
-    """Return the advice on exposed communication; `by_copies`: most of it is peer copies, which need no SM."""
+def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, late: bool, by_copies: bool) -> str:
+    """Return the advice on exposed communication; `late`: ranks are; `by_copies`: most is copies, which need no SM."""
     if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
-        return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
+        first = "fix the late ranks first" if late else "even out the ranks' work: none is late throughout"
+        return f"{first}. Most of it is waiting: faster links would not help"
     ratio = account.comm_to_compute or 0.0
     if ratio > 1:
         return (
@@ -222,11 +228,6 @@ def advise_operation(name: str, otherwise: str) -> str:
 def short_name(name: str, most: int = 80) -> str:
     """Return a name, cut to `most` characters if it is longer; a cut name ends with …."""
     return name if len(name) <= most else name[: most - 3] + "…"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 kernel`, `2 kernels`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def in_parentheses(*names: str | None) -> str:

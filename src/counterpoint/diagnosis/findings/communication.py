@@ -14,21 +14,23 @@ from counterpoint.diagnosis.analysis.replay import NO_SUSPECTED_WAITING
 from counterpoint.diagnosis.analysis.unrecorded import Unrecorded
 from counterpoint.diagnosis.findings.advice import (
     advise_exposed,
-    counted,
     in_parentheses,
     no_sm_collectives,
     saves_otherwise,
 )
-from counterpoint.records.diagnosis import Account, Collective, Finding, ranks_in_words
+from counterpoint.records.diagnosis import Account, Collective, Finding, counted, ranks_in_words
 from counterpoint.trace.timeline import F64, I64, Bools
 
 LEAST_EXPOSED_SHARE = 0.05  # of a step
+_LEAST_SAVED_SHARE = 0.001  # of a step: communication that costs less is not in the way
 _LEAST_SUSPECTED_SHARE = 0.02  # of a step: healthy ranks wait for each other too
 _LEAST_LINK_SHARE = 0.02  # of a step
 _LEAST_NAMED_US = 5.0  # operations with less time would print as 0.00 ms
-_UNTOLD_SHARE = 0.1  # of exposed communication: if more of it lacks ranks, known waits say little
 _LEAST_COMPUTE_SHARE = 0.01  # of the time: if compute takes less, compute was not recorded
 _SLOW_FACTOR = 1.5  # a slow group takes this many times the median of other groups
+_PACK_BYTES = 16  # NCCL moves packs of 16 bytes (pytorch#195450)
+_LEAST_PAYLOAD = 1 << 20  # bytes of the array: in smaller calls latency hides the alignment
+_SIMILAR = 4  # rates are compared where sizes differ by no more than this factor
 _LEAST_GROUPS = 3  # least number of groups to compare: of two, either may be the unusual one
 _LEAST_CALLS = 3  # least number of calls of each group
 _JOINED_SURELY = ("seq", "comms_id")  # required for sends and receives, whose order differs between ranks
@@ -59,13 +61,14 @@ def find_exposed(a: Analysis) -> Iterator[Finding]:
     worst = sorted(((name, us) for name, us in by_name.items() if us >= _LEAST_NAMED_US), key=lambda i: -i[1])
     parts = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in worst[:4])
     inside = w.step >= 0
-    exposed = np.nansum(w.exposed, axis=1)[inside]
-    untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD_SHARE * float(exposed.sum())
+    untold = a.waits_untold
     by_copies = by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2
     stages = any(
         k.op == "send_recv" and k.parallel == "pp" and k.exposed_us >= LEAST_EXPOSED_SHARE * a.step_us for k in kinds
     )
     cost = a.saved_us.get("communication free", account.exposed_comm_us / job.num_steps)
+    if cost < _LEAST_SAVED_SHARE * a.step_us:
+        return  # the verdict says that the step waits for something else meanwhile
     yield Finding.of(
         "exposed_comm",
         cost,
@@ -79,7 +82,7 @@ def find_exposed(a: Analysis) -> Iterator[Finding]:
         if account.compute_us < _LEAST_COMPUTE_SHARE * account.duration_us
         else _RECORD_ALL
         if untold
-        else advise_exposed(account, a.stack, no_sm_collectives(a), by_copies=by_copies),
+        else advise_exposed(account, a.stack, no_sm_collectives(a), late=bool(a.told_late), by_copies=by_copies),
     )
 
 
@@ -96,10 +99,10 @@ def _say_waiting(
     if stages:
         said += " (nor how much of the pipeline's sends and receives is bubbles: that takes the neighbouring stages)"
     if known is not None:
-        said += f" (for each other, those that were wait {known:.0%} of their time in collectives)"
+        said += f" (the recorded ranks wait for each other {known:.0%} of their time in collectives)"
     suspected = float(np.nansum(unrecorded.exposed_us[inside])) / unrecorded.exposed_us.shape[1] / max(steps, 1)
     if suspected >= LEAST_EXPOSED_SHARE * account.exposed_comm_us / max(steps, 1):
-        said += f"; at least {suspected / 1e3:.2f} ms of it by what such collectives usually take"
+        said += f"; at least {suspected / 1e3:.2f} ms of it by what its collectives usually take"
     return said
 
 
@@ -121,13 +124,15 @@ def find_suspected_waits(a: Analysis) -> Iterator[Finding]:
     )
     worst = int(rows[np.argmax(np.nanmean(unrecorded.exposed_us[rows], axis=1))])
     one, took = a.collectives[worst], float(np.nanmin(w.transfer[worst]))
+    unsized = " (sizes are unknown: kernels of one name and grid count as equal)" if one.bytes is None else ""
     rank = "that was not recorded" if job.missing or len(job.ranks) == 1 else "whose part in them was not recorded"
     yield Finding.of(
         "suspected_wait",
         cost,
         a.step_us,
-        title=f"At least {cost / 1e3:.2f} ms of communication {job.each} is waiting for a rank {rank}",
-        evidence=f"beyond what the same operation usually takes in this recording, {job.each}: {parts}; worst: "
+        title=f"{'Probably' if unsized else 'At least'} {cost / 1e3:.2f} ms of communication {job.each} is waiting for "
+        f"a rank {rank}",
+        evidence=f"beyond what the operation usually takes in this recording{unsized}, {job.each}: {parts}; worst: "
         f"{one.op} #{one.index} of group {one.group}{in_parentheses(one.parallel, one.phase, one.module)} took "
         f"{took / 1e3:.2f} ms, where {unrecorded.usual_us[worst] / 1e3:.2f} ms is usual",
         advice="record all ranks in the same steps and diagnose them together, which names the late one and why; "
@@ -188,6 +193,39 @@ def find_slow_links(a: Analysis) -> Iterator[Finding]:
         start_us=float(np.nanmin(job.joined.start[worst])),
         end_us=float(np.nanmax(job.joined.end[worst])),
     )
+
+
+def find_odd_payloads(a: Analysis) -> Iterator[Finding]:
+    """Yield a finding if NCCL's gathers or scatters are slow because a rank's part is no multiple of 16 bytes.
+
+    They are compared with calls of the same operation and group, of similar size, with multiples.
+    """
+    sized = [
+        (kind, kind.bytes, kind.bytes % (_PACK_BYTES * kind.ranks) > 0)
+        for kind in a.kinds
+        if a.stack.nccl and kind.op in ("all_gather", "reduce_scatter") and kind.ranks and kind.transfer_us > 0
+        if kind.bytes and kind.bytes >= _LEAST_PAYLOAD
+    ]
+    found = []
+    for kind, size, odd in sized:
+        rates = [n / k.transfer_us for k, n, other in sized if (k.op, k.group) == (kind.op, kind.group) and not other
+                 and size <= _SIMILAR * n and n <= _SIMILAR * size]  # fmt: skip
+        if odd and rates and (slower := kind.transfer_us * float(np.median(rates)) / size) >= _SLOW_FACTOR:
+            found.append((slower, kind.exposed_us * (1 - 1 / slower), kind))
+    cost = min(sum(us for _, us, _ in found), a.saved_us.get("communication free", a.step_us))
+    if cost >= _LEAST_LINK_SHARE * a.step_us:
+        slower, _, worst = max(found, key=lambda one: one[0])
+        yield Finding.of(
+            "odd_payload",
+            cost,
+            a.step_us,
+            title=f"{counted(sum(kind.count for *_, kind in found), 'collective')} slow because a rank's part is no "
+            f"multiple of {_PACK_BYTES} bytes",
+            evidence=f"worst: {worst.op} of {(worst.bytes or 0) // (worst.ranks or 1):,} bytes a rank takes "
+            f"{slower:.1f} x as long for its size as calls of the group with a multiple",
+            advice=f"pad what each rank sends or receives to a multiple of {_PACK_BYTES} bytes: under FSDP2 the sum of "
+            "a unit's shards, for instance a vocabulary that is a multiple of 8 x the number of ranks in bf16",
+        )
 
 
 def _slow_groups(w: Waits, collectives: tuple[Collective, ...], moving: F64) -> Iterator[_SlowGroup]:

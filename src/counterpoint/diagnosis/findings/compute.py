@@ -8,18 +8,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from counterpoint.diagnosis.analysis.analysis import Analysis
-from counterpoint.diagnosis.analysis.replay import NO_FSDP2_COPIES
+from counterpoint.diagnosis.analysis.replay import INDEPENDENT_STREAMS, LAUNCH_ORDER, NO_FSDP2_COPIES
 from counterpoint.diagnosis.analysis.zero_sm import fsdp2_copies
 from counterpoint.diagnosis.findings.advice import (
     advise_kernel,
     advise_launch_order,
     advise_straggler,
-    counted,
     no_sm_collectives,
     short_name,
 )
 from counterpoint.records.causes import KERNEL_CAUSES, STRAGGLER_CAUSES
-from counterpoint.records.diagnosis import Finding, KernelComparison, Straggler, ranks_in_words
+from counterpoint.records.diagnosis import Finding, KernelComparison, Straggler, counted, ranks_in_words
 
 LEAST_SHARE = 0.01  # of a step: a finding that costs less is left out
 _KERNELS_NAMED = 3
@@ -41,7 +40,7 @@ def find_late_ranks(a: Analysis) -> Iterator[Finding]:
     for s in late:
         cost = s.delay_us / job.num_steps
         if "no straggler" in a.saved_us and whole > 0 and launched:
-            cost = a.saved_us["no straggler"] * s.delay_us / whole
+            cost = a.late_us * s.delay_us / whole
         yield Finding.of(
             "straggler",
             cost,
@@ -92,7 +91,7 @@ def find_slow_kernels(a: Analysis) -> Iterator[Finding]:
             cause,
             cost,
             a.step_us,
-            title=KERNEL_CAUSES[cause].title.format(kernels=counted(len(group), "kind") + " of kernels"),
+            title=KERNEL_CAUSES[cause].title.format(kernels=counted(len(group), "kernel")),
             evidence=f"{lost / job.num_steps / 1e3:.2f} ms of kernel time {job.each}: " + "; ".join(parts) + waves,
             advice=advise_kernel(worst, job.digests[0].device.num_sms, a.stack, no_sm_collectives(a)),
         )
@@ -109,7 +108,7 @@ def find_launch_order(a: Analysis) -> Iterator[Finding]:
     if not blocked:
         return
     lost = sum(b.lost_us for b in blocked) / len(job.ranks) / job.num_steps
-    cost = a.saved_us.get("launch order fixed", lost)
+    cost = a.saved_us.get(LAUNCH_ORDER, lost)
     if min(lost, cost) < 0.5 * LEAST_SHARE * a.step_us:
         return  # the collectives were held up, but no rank lost time by it
     worst = max(blocked, key=lambda b: b.lost_us)
@@ -132,6 +131,34 @@ def find_launch_order(a: Analysis) -> Iterator[Finding]:
         rank=d.rank,
         start_us=float(job.op_start[worst.column][worst.by]),
         end_us=float(job.op_start[worst.column][worst.op]),
+    )
+
+
+def find_stream_order(a: Analysis) -> Iterator[Finding]:
+    """Yield a finding if all streams share one queue, so that work begins in the order of its launches."""
+    job, found = a.job, a.stream_order
+    if found is None:
+        return
+    lost = sum(float(us.sum()) for us in found) / len(job.ranks) / job.num_steps
+    cost = min(a.saved_us.get(INDEPENDENT_STREAMS, lost), lost)
+    if cost < LEAST_SHARE * a.step_us:
+        return
+    c = int(np.argmax([us.max(initial=0.0) for us in found]))
+    d, row, count = job.digests[c], int(found[c].argmax()), sum(int((us > 0).sum()) for us in found)
+    yield Finding.of(
+        "stream_order",
+        cost,
+        a.step_us,
+        title="All streams share one queue: work begins in the order of its launches",
+        evidence=f"{counted(count, 'time')} an operation that was ready began just when the one launched before "
+        "it on another stream had begun, never before it; worst: "
+        f"{short_name(d.names[d.gpu.name[row]], _LONGEST_NAME)} of rank {d.rank} waited "
+        f"{found[c][row] / 1e3:.2f} ms",
+        advice="unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more before CUDA starts. Megatron-LM and Ray set "
+        "it to 1 for tensor parallelism; collectives that take no SM need neither value",
+        rank=d.rank,
+        start_us=float(job.op_start[c][row]) - float(found[c][row]),
+        end_us=float(job.op_start[c][row]),
     )
 
 

@@ -60,7 +60,7 @@ def find_copies(a: Analysis) -> Iterator[Finding]:
     scale = 1.0 / (steps * ranks * 1e3)
     parts = []
     for k in kinds[:3]:
-        rate = f" at {k.gb_per_s:.1f} GB/s" if k.gb_per_s is not None else ""
+        rate = f" at {k.gb_per_s:.3g} GB/s" if k.gb_per_s is not None else ""
         memory = f" ({k.memory} {'memory' if k.memory == 'unified' else 'host memory'})" if k.memory else ""
         parts.append(
             f"{_WHAT[k.way]}{memory} {(k.exposed_us + k.hidden_us) * scale:.2f} ms in "

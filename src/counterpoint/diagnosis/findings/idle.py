@@ -15,6 +15,14 @@ _LEAST_SHARE = 0.03  # of a step: a cause that costs less is no finding ...
 _LEAST_IDLE_SHARE = 0.1  # ... unless GPUs idle for this share of the step, and no single cause reaches the first share
 _NAMED_SHARE = 0.01  # of a cause: evidence leaves out names with less time
 _PLACE_SHARE = 0.1  # of a cause: evidence leaves out phases and modules with less time
+_ON_HOSTS = (  # words of titles -> words for a job without GPUs
+    ("The GPUs run out of work", "Compute pauses"),
+    ("The GPUs wait for launches: host-bound", "Compute pauses between many small operations"),
+    ("The GPUs wait", "Compute waits"),
+    ("The GPUs idle", "Compute pauses"),
+    ("queued kernels", "operations"),
+    (", neither of host nor GPU", ""),
+)
 _NAMES_ARE = {  # causes whose names in the evidence are not host operations during the gap
     "queued": "what then ran",
     "between_kernels": "what then ran",
@@ -38,7 +46,7 @@ def find_idle(a: Analysis) -> Iterator[Finding]:
         return
     own = {c.category: c.us for c in summary.causes}
     whole = a.saved_us.get("no stall on any rank", 0.0)
-    by_late = a.saved_us.get("no straggler", 0.0) if late else 0.0
+    by_late = a.late_us if late else 0.0
     left = whole - by_late - sum(own.get(name, 0.0) for name in STALLS)
     together = bool(((job.joined.row >= 0).sum(axis=1) > 1).any())  # else no rank waits for another
     held = share_out(job, columns, own, left) if left > 0 and together else {}
@@ -73,9 +81,10 @@ def find_idle(a: Analysis) -> Iterator[Finding]:
 def _title(job: TracedJob, cause: IdleCause, named: tuple[HostTime, ...], held: HostPauses | None) -> str:
     title, us = IDLE_CAUSES[cause.category].title, held.us if held else cause.us
     if cause.category == "operation" and named and named[0].us >= 0.5 * us:
-        title = f"The GPUs run dry while the host is in {short_name(named[0].name)}"
+        title = f"The GPUs run out of work while the host is in {short_name(named[0].name)}"
     if job.digests[0].device.from_host:
-        title = title.replace("The GPUs run dry", "No operation runs").replace("The GPUs", "The ranks")
+        for of_gpus, of_hosts in _ON_HOSTS:
+            title = title.replace(of_gpus, of_hosts)
     return f"{title}, on {_whose(job, held)}" if held and held.columns else title
 
 
@@ -131,7 +140,7 @@ def _pace(job: TracedJob, idle: Idle) -> str:
     if idle.launch_interval_us > idle.kernel_us:
         return f"{text}, while a kernel takes {idle.kernel_us:.1f} µs on average"
     return (
-        f"{text} on average, no slower than kernels run ({idle.kernel_us:.1f} µs), but in bursts: it runs dry between"
+        f"{text} on average, no slower than kernels run ({idle.kernel_us:.1f} µs), but in bursts, with no work between"
     )
 
 

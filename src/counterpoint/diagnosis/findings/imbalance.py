@@ -10,7 +10,7 @@ from counterpoint.diagnosis.analysis.accounts import Activity, Waits
 from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.findings.advice import ADVICE_ON_EXPERTS
 from counterpoint.diagnosis.reading.traced_job import TracedJob
-from counterpoint.records.diagnosis import Finding
+from counterpoint.records.diagnosis import Finding, counted
 from counterpoint.trace.timeline import F64, I64
 
 _LEAST_BUBBLE_SHARE = 0.05  # of a step
@@ -141,7 +141,7 @@ def notes_on_gpus(a: Analysis) -> tuple[str, ...]:
             f"rank {rank} is {who} {len(gpus)} GPUs: its times are means over them. Busy: {', '.join(shown)}{more}"
         )
     if len(ranks) > _RANKS_SHOWN:
-        notes.append(f"{len(ranks) - _RANKS_SHOWN} more ranks drive several GPUs")
+        notes.append(f"{counted(len(ranks) - _RANKS_SHOWN, 'more rank')} with several GPUs")
     return tuple(notes)
 
 

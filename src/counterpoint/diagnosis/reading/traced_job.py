@@ -16,7 +16,7 @@ from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.join import LOOSE_ENDS, Joined, join
 from counterpoint.errors import BadTrace
-from counterpoint.records.diagnosis import WHOLE_TRACE, ranks_in_words
+from counterpoint.records.diagnosis import WHOLE_TRACE, counted, ranks_in_words
 from counterpoint.trace.classify import is_nccl
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Bools, Kind, device_of
@@ -173,6 +173,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     order = np.argsort(np.nanmin(joined.start, axis=1), kind="stable") if len(joined) else np.empty(0, int)
     _note_joins(joined, digests, missing, notes)
     notes += _own_notes(digests)
+    notes += _notes_on_devices(digests)
     return TracedJob(
         digests=tuple(digests),
         world_size=world,
@@ -205,7 +206,7 @@ def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
     guessed = [replace(d, rank=next(free)) for d in digests if not d.rank_known]
     if guessed and len(digests) > 1:
         notes.append(
-            f"{len(guessed)} traces do not say their rank; numbered in the order of their names"
+            f"{counted(len(guessed), 'trace')} without a rank, numbered in the order of their names"
             if len({d.path for d in guessed}) > 1
             else f"the file does not say which ranks its {len(guessed)} GPUs are; numbered in their order"
         )
@@ -252,10 +253,12 @@ def _clocks(joined: Joined, digests: list[RankDigest], notes: list[str]) -> Cloc
     unknown = [r for r, offset in zip(ranks, clocks.offset, strict=True) if not np.isfinite(offset)]
     if unknown and len(ranks) > 1:
         notes.append(f"no collective joins ranks {unknown} to rank {ranks[0]}: their clocks cannot be compared")
-    for r, offset, drift in zip(ranks, clocks.offset, clocks.drift, strict=True):
-        if abs(offset) > 0 and np.isfinite(offset):
-            tail = f", drifting by {drift * 1e6:.1f} ppm" if drift else ""
-            notes.append(f"clock of rank {r} is {offset / 1000:+.3f} ms off{tail}: corrected")
+    off = [c for c in range(len(ranks)) if abs(clocks.offset[c]) > 0 and np.isfinite(clocks.offset[c])]
+    for c in sorted(off, key=lambda c: -abs(clocks.offset[c]))[:_RANKS_QUOTED]:
+        tail = f", drifting by {clocks.drift[c] * 1e6:.1f} ppm" if clocks.drift[c] else ""
+        notes.append(f"clock of rank {ranks[c]} is {clocks.offset[c] / 1000:+.3f} ms off{tail}: corrected")
+    if len(off) > _RANKS_QUOTED:
+        notes.append(f"{counted(len(off) - _RANKS_QUOTED, 'further clock')} corrected by less")
     return clocks
 
 
@@ -278,6 +281,8 @@ def _steps(
         rows = [[d.steps.names.index(n) for n in common] for d in digests]
         start = np.stack([clocks.corrected(c, d.steps.start[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
         end = np.stack([clocks.corrected(c, d.steps.end[rows[c]] + base[c]) for c, d in enumerate(digests)], 1)
+        if more := sum(len(d.steps.names) > len(common) for d in digests):
+            notes.append(f"{counted(more, 'rank')} with further steps, which other ranks lack: only common steps count")
         zero = float(start[0].min())
         return zero, common, start - zero, end - zero
     if steps.found_by != "whole":
@@ -316,10 +321,10 @@ def _note_joins(joined: Joined, digests: list[RankDigest], missing: tuple[int, .
         alone = int(((joined.row[:, column] >= 0) & (present == 1) & partial).sum())
         if lost and lost < 0.5 * len(joined):
             notes.append(
-                f"rank {d.rank}: its trace lacks {lost} collectives that the others have; the rest still joins"
+                f"rank {d.rank}: {counted(lost, 'collective')} of the other ranks not in its trace; the rest is matched"
             )
         if alone:
-            notes.append(f"rank {d.rank}: {alone} collectives could not be joined with any other rank")
+            notes.append(f"rank {d.rank}: {counted(alone, 'collective')} matched with no other rank")
 
 
 def _own_notes(digests: list[RankDigest]) -> list[str]:
@@ -327,8 +332,18 @@ def _own_notes(digests: list[RankDigest]) -> list[str]:
     said = [d for d in digests if d.notes]
     notes = [f"rank {d.rank}: {note}" for d in said[:_RANKS_QUOTED] for note in d.notes]
     if len(said) > _RANKS_QUOTED:
-        notes.append(f"{len(said) - _RANKS_QUOTED} more ranks have such notes")
+        more = len(said) - _RANKS_QUOTED
+        notes.append(f"{counted(more, 'more rank')} with notes of this kind")
     return notes
+
+
+def _notes_on_devices(digests: list[RankDigest]) -> list[str]:
+    """Return a note if ranks have different GPUs, or some of them none."""
+    by_name: dict[str, list[int]] = {}
+    for d in digests:
+        by_name.setdefault(str(d.device.name or "unknown GPU")[:60], []).append(d.rank)
+    said = [f"{name}: {ranks_in_words(ranks)}" for name, ranks in by_name.items()]
+    return [f"the ranks differ in their devices: {'; '.join(said[:_RANKS_QUOTED])}"] if len(said) > 1 else []
 
 
 def _reordered(joined: Joined, order: I64) -> Joined:
@@ -392,6 +407,7 @@ class TracedStack:
     nccl: bool  # kernels of NCCL or RCCL
     fsdp: bool
     fsdp2: bool
+    ddp: bool
 
     @property
     def nvidia_nccl(self) -> bool:
@@ -415,6 +431,7 @@ def traced_stack(job: TracedJob) -> TracedStack:
         nccl=any(map(is_nccl, communication)) and device != "cpu",
         fsdp=any(map(_FSDP.search, names)),
         fsdp2=any(map(_FSDP2.search, names)),
+        ddp=any(name.startswith("DistributedDataParallel.") for name in names),
     )
 
 
