@@ -54,7 +54,7 @@ def diagnose(
     gates = [parse_gate(text) for text in gate or []]
     if against is None and any(g.against for g in gates):
         raise Misconfigured("a gate is against an earlier run; name it by --against RUN")
-    limits = Limits(trace_bytes=_bytes(max_trace_gb))
+    limits = Limits.of_gb(max_trace_gb)
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
     json_path = json_file(json)
     check_outputs(out, perfetto, json_path)
@@ -78,13 +78,6 @@ def diagnose(
         print(f"gate {check.text}: {'pass' if check.passed else 'FAIL'} ({check.reason})", file=sys.stderr)
     if not all(check.passed for check in checks):
         raise typer.Exit(1)
-
-
-def _bytes(max_trace_gb: float) -> int:
-    """Return --max-trace-gb in bytes; raise Misconfigured if the number is too large."""
-    if not max_trace_gb < 1 << 30:
-        raise Misconfigured(f"--max-trace-gb {max_trace_gb}: give GiB of memory, such as 64")
-    return int(max_trace_gb * (1 << 30))
 
 
 def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:

@@ -40,6 +40,7 @@ class Analysis:
     """Holds cached results of one job in µs; arrays list ranks in `job` order and collectives in `job.joined` order."""
 
     job: TracedJob
+    everyone: tuple[RankAccount, ...] = ()  # accounts of all ranks of a job of which `job` has some; (): it has all
 
     @cached_property
     def busy(self) -> list[Activity]:
@@ -64,7 +65,7 @@ class Analysis:
     @cached_property
     def totals(self) -> Account:
         """Return the mean of the ranks' accounts."""
-        return accounts.totals(self.per_rank)
+        return accounts.totals(self.everyone or self.per_rank)
 
     @property
     def step_us(self) -> float:

@@ -7,21 +7,26 @@ whose GPUs, collectives and framework the job shows, so that advice names only s
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from counterpoint.diagnosis.reading.digest import RankDigest
+from counterpoint.diagnosis.reading.digest import RankDigest, RankSummary
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.join import LOOSE_ENDS, Joined, join
+from counterpoint.diagnosis.reading.steps import FOUND_BY
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import WHOLE_TRACE, ranks_in_words
 from counterpoint.trace.classify import is_nccl
 from counterpoint.trace.clocks import Clocks, align_clocks
-from counterpoint.trace.timeline import F64, I64, Bools, Kind, device_of
+from counterpoint.trace.timeline import F64, I64, Bools, Kind, RankFacts, device_of
+
+D = TypeVar("D", RankDigest, RankSummary)
 
 _RANKS_QUOTED = 3  # most ranks whose notes on their own traces are shown
+_CLOCKS_QUOTED = 8  # most ranks whose clocks are named one by one
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # no clock runs faster or slower than another by more
 _SLACK_US = 200.0  # error of the clocks that is allowed after alignment
@@ -147,12 +152,20 @@ def gpus_of(digest: RankDigest) -> tuple[int, ...]:
     return tuple(numbers[(us >= _CONTEXT_SHARE * us.max(initial=0.0)) & (numbers >= 0)].tolist())
 
 
-def assemble(digests: list[RankDigest]) -> TracedJob:
-    """Join the ranks of one job; raise `BadTrace` for two files of one rank, or ranks of different jobs."""
+def assemble(digests: list[RankDigest], others: Collection[int] = ()) -> TracedJob:
+    """Join the ranks of one job; raise `BadTrace` for two files of one rank, or ranks of different jobs.
+
+    Args:
+        digests: one per rank, in any order.
+        others: further ranks that were recorded, so that they are not missing.
+
+    Returns:
+        The job of the ranks in `digests`.
+    """
     notes: list[str] = []
     digests = numbered(digests, notes)
     world = world_size_of(digests)
-    missing = missing_ranks(digests, world)
+    missing = tuple(r for r in missing_ranks(digests, world) if r not in others)
     base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
     joined = join(tuple(d.rank for d in digests), [d.comm for d in digests], base)
     if missing:
@@ -190,9 +203,9 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     )
 
 
-def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
-    """Return the digests with distinct ranks: as the traces state them, else numbered in the order of the files."""
-    stated: dict[int, RankDigest] = {}
+def numbered(digests: Sequence[D], notes: list[str]) -> list[D]:
+    """Return digests, or summaries, with distinct ranks: as the traces state them, else in the order of the files."""
+    stated: dict[int, D] = {}
     for d in (d for d in digests if d.rank_known):
         if d.rank in stated:
             raise BadTrace(
@@ -202,23 +215,23 @@ def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
             )
         stated[d.rank] = d
     free = (r for r in range(len(digests) + len(stated)) if r not in stated)
-    guessed = [replace(d, rank=next(free)) for d in digests if not d.rank_known]
+    guessed: list[D] = [replace(d, rank=next(free)) for d in digests if not d.rank_known]
     if guessed and len(digests) > 1:
         notes.append(
             f"{len(guessed)} traces do not say their rank; numbered in the order of their names"
             if len({d.path for d in guessed}) > 1
             else f"the file does not say which ranks its {len(guessed)} GPUs are; numbered in their order"
         )
-    return sorted([*stated.values(), *guessed], key=lambda d: d.rank)
+    return sorted(list(stated.values()) + guessed, key=lambda d: d.rank)
 
 
-def missing_ranks(digests: list[RankDigest], world_size: int) -> tuple[int, ...]:
+def missing_ranks(digests: Sequence[RankFacts], world_size: int) -> tuple[int, ...]:
     """Return the ranks of a job that have no digest; only the first million ranks are checked."""
     there = {d.rank for d in digests}
     return tuple(r for r in range(min(world_size, 1 << 20)) if r not in there)
 
 
-def world_size_of(digests: list[RankDigest]) -> int:
+def world_size_of(digests: Sequence[RankDigest | RankSummary]) -> int:
     """Return the number of ranks of the job, as its traces state it; raise `BadTrace` for ranks of different jobs."""
     for key in ("world_size", "backend", "nccl_version"):
         values = {d.job[key]: d for d in digests if key in d.job}
@@ -233,7 +246,7 @@ def world_size_of(digests: list[RankDigest]) -> int:
     if stated and highest > max(stated):
         worst = digests[-1]
         raise BadTrace(f"rank {worst.rank} in a job of {max(stated)} ranks: ranks of different runs", path=worst.path)
-    sizes = [int(d.comm.size.max(initial=0)) for d in digests]
+    sizes = [d.largest_group for d in digests]
     return max([*stated, *sizes, highest if highest <= 1 << 20 else len(digests)])
 
 
@@ -252,10 +265,15 @@ def _clocks(joined: Joined, digests: list[RankDigest], notes: list[str]) -> Cloc
     unknown = [r for r, offset in zip(ranks, clocks.offset, strict=True) if not np.isfinite(offset)]
     if unknown and len(ranks) > 1:
         notes.append(f"no collective joins ranks {unknown} to rank {ranks[0]}: their clocks cannot be compared")
-    for r, offset, drift in zip(ranks, clocks.offset, clocks.drift, strict=True):
-        if abs(offset) > 0 and np.isfinite(offset):
-            tail = f", drifting by {drift * 1e6:.1f} ppm" if drift else ""
-            notes.append(f"clock of rank {r} is {offset / 1000:+.3f} ms off{tail}: corrected")
+    off = np.flatnonzero(np.abs(np.nan_to_num(clocks.offset)) > 0)
+    if len(off) > _CLOCKS_QUOTED:
+        most = int(off[np.abs(clocks.offset[off]).argmax()])
+        worst = f"that of rank {ranks[most]} by {clocks.offset[most] / 1000:+.3f} ms"
+        notes.append(f"clocks of {len(off)} ranks are off, {worst}: corrected")
+        return clocks
+    for c in off.tolist():
+        tail = f", drifting by {clocks.drift[c] * 1e6:.1f} ppm" if clocks.drift[c] else ""
+        notes.append(f"clock of rank {ranks[c]} is {clocks.offset[c] / 1000:+.3f} ms off{tail}: corrected")
     return clocks
 
 
@@ -263,8 +281,7 @@ def _steps(
     digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
 ) -> tuple[float, tuple[str, ...], F64, F64]:
     """Return time zero, and names, starts and ends [S, R] of the steps common to all ranks, else of one rank's."""
-    best = ("profiler", "annotation", "optimizer", "repetition", "whole")
-    column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
+    column = min(range(len(digests)), key=lambda c: FOUND_BY.index(digests[c].steps.found_by))
     steps = digests[column].steps
     if steps.found_by != "profiler":
         how = {
