@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +38,16 @@ def diagnose(
         str | None,
         typer.Option(help="Traces or --json file of an earlier run: say what grew; --json then writes the comparison."),
     ] = None,
+    nccl_log: Annotated[
+        list[str] | None,
+        typer.Option(help="Logs of NCCL_DEBUG=INFO or NCCL Inspector: file, folder or glob; may be repeated."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs of the job: say what exposed communication costs a day.")
+    ] = None,
+    price_per_gpu_hour: Annotated[
+        float | None, typer.Option(help="The same in money; --gpus is then by default one for each rank.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="Who reads the ranks: local or dask.")] = "local",
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler (tcp://HOST:8786).")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of engine local; by default one per core.")] = None,
@@ -47,6 +58,7 @@ def diagnose(
     """Why does my step wait? Diagnose the traces of one or all ranks of a job; needs no GPU and no torch."""
     from counterpoint.diagnosis import api
     from counterpoint.diagnosis.comparison import check_gate, parse_gate
+    from counterpoint.diagnosis.cost import with_cost
     from counterpoint.diagnosis.reading.digest import Engine
     from counterpoint.trace.flight_recorder import find_dumps
     from counterpoint.trace.source import Limits
@@ -59,12 +71,15 @@ def diagnose(
     json_path = json_file(json)
     check_outputs(out, perfetto, json_path)
     if dumps := find_dumps(traces):
-        _refuse_with_dumps(out, perfetto, gate, against)
+        _refuse_with_dumps(out, perfetto, gate, against, nccl_log, gpus, price_per_gpu_hour)
         _hang(dumps, json, json_path, quiet=quiet)
         return
     with progress(quiet, "looking for traces") as tell:
         earlier = None if against is None else _earlier(against, chosen, limits, tell)
-        result = api.diagnose(traces, engine=chosen, limits=limits, progress=tell)
+        result = api.diagnose(traces, engine=chosen, limits=limits, progress=tell, nccl_logs=nccl_log or ())
+        if gpus is not None or price_per_gpu_hour is not None:
+            costed = with_cost(result.diagnosis, gpus=gpus, price_per_gpu_hour=price_per_gpu_hour)
+            result = replace(result, diagnosis=costed)
         compared = result.against(earlier) if earlier is not None else None
         if out is not None or perfetto is not None:
             tell(0, 0, "drawing")
@@ -96,7 +111,9 @@ def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
 def _refuse_with_dumps(*options: object) -> None:
     """Raise Misconfigured if an option is given that has no effect on the diagnosis of a hang."""
     if any(options):
-        raise Misconfigured("flight-recorder dumps have no page, timeline, gate or comparison; leave the option")
+        raise Misconfigured(
+            "flight-recorder dumps have no page, timeline, gate, comparison, log or cost; leave the option"
+        )
 
 
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:

@@ -19,11 +19,14 @@ from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagno
 from counterpoint.diagnosis.findings.findings import find_findings, verdict
 from counterpoint.diagnosis.findings.imbalance import notes_on_gpus
 from counterpoint.diagnosis.many_ranks import MOST_DETAILED, ManyRanks, read_many
+from counterpoint.diagnosis.nccl_report import nccl_report
 from counterpoint.diagnosis.reading.digest import Engine, RankDigest, digest_all
 from counterpoint.diagnosis.reading.host_categories import CATEGORIES
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import Comparison, Diagnosis, Source, TimelineLane
+from counterpoint.records.nccl import NcclReport
+from counterpoint.trace.nccl_log import read_nccl_logs
 from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
 from counterpoint.trace.timeline import F64, I64, Kind
 
@@ -85,6 +88,7 @@ def diagnose(
     engine: Engine | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    nccl_logs: Sequence[str | os.PathLike[str]] = (),
 ) -> Result:
     """Return the diagnosis of the traces of one job.
 
@@ -93,6 +97,7 @@ def diagnose(
         engine: how the ranks are read; by default in processes of this machine.
         limits: caps on what compressed inputs may expand to.
         progress: called with (files done, number of files, text about the current work).
+        nccl_logs: files, folders or globs of logs of NCCL (`NCCL_DEBUG=INFO`, NCCL Inspector) of the same job.
 
     Raises:
         BadTrace: nothing to read, a damaged file, or ranks of different jobs; names the file and the byte offset.
@@ -100,12 +105,23 @@ def diagnose(
     """
     notes: list[str] = []
     limits = limits or Limits()
+    if nccl_logs:
+        report = nccl_report(read_nccl_logs([os.fspath(log) for log in nccl_logs]))
+        result = diagnose(source, engine=engine, limits=limits, progress=progress)
+        return replace(result, diagnosis=_with_nccl(result.diagnosis, report))
     with _files(source, limits, notes) as files:
         if len(files) > MOST_DETAILED and all(file.format == "digest" for file in files):
             return _diagnose_many(files, limits, notes, progress)
         digests = digest_all(files, limits, engine or Engine(), progress)
         names = [file.label for file in files]
     return diagnose_digests(digests, names, notes)
+
+
+def _with_nccl(d: Diagnosis, report: NcclReport) -> Diagnosis:
+    """Return a diagnosis with what NCCL's logs say; the verdict names the first problem that they show."""
+    first = report.remarks[0].title if report.remarks else ""
+    said = f" NCCL's log says: {first[0].lower() + first[1:]}." if first else ""
+    return msgspec.structs.replace(d, nccl=report, verdict=d.verdict + said)
 
 
 def _diagnose_many(
