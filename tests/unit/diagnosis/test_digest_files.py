@@ -149,3 +149,11 @@ def test_the_ranks_of_a_group_are_written_once() -> None:
     once = replace(digest, comm=replace(digest.comm, group_ranks=(ranks, *(None,) * (len(digest.comm) - 1))))
     assert len(pack_digest(wide)) <= len(pack_digest(once)) + 16
     assert json.dumps(summarise(wide).kinds[0].ranks) == json.dumps(ranks)
+
+
+def test_the_frames_of_digests_are_written_for_duckdb(tmp_path: Path) -> None:
+    """Every frame of digests becomes a Parquet file, which holds the same values."""
+    polars = pytest.importorskip("polars")
+    for name, frame in api.diagnose(write(digests_of(3), tmp_path / "digests")).frames.items():
+        frame.write_parquet(tmp_path / f"{name}.parquet")
+        assert polars.read_parquet(tmp_path / f"{name}.parquet").equals(frame), name
