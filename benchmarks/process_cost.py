@@ -24,6 +24,7 @@ class Cost:
     """
 
     seconds: float
+    cpu_seconds: float  # of the process and those of its descendants that it waited for
     peak_mb: float
     output: str
 
@@ -49,7 +50,8 @@ def run(command: Sequence[str], *, timeout_s: float = 900.0) -> Cost:
         if process.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: exit {process.returncode}\n{err.read()[-2000:]}")
         peak_bytes = max(sampler.peak_bytes, usage.ru_maxrss * 1024)
-        return Cost(seconds=seconds, peak_mb=peak_bytes / 1e6, output=out.read())
+        cpu_seconds = usage.ru_utime + usage.ru_stime
+        return Cost(seconds=seconds, cpu_seconds=cpu_seconds, peak_mb=peak_bytes / 1e6, output=out.read())
 
 
 class _Sampler(threading.Thread):

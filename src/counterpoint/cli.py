@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from counterpoint.commands.diagnose import diagnose
+from counterpoint.commands.digest import digest
 from counterpoint.commands.doctor import doctor
 from counterpoint.commands.measure import measure
 from counterpoint.commands.plan import plan
@@ -70,6 +71,7 @@ def _root(
 
 
 app.command()(diagnose)
+app.command()(digest)
 app.command()(measure)
 app.command()(tune)
 app.command()(plan)

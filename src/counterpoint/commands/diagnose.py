@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +38,16 @@ def diagnose(
         str | None,
         typer.Option(help="Traces or --json file of an earlier run: say what grew; --json then writes the comparison."),
     ] = None,
+    nccl_log: Annotated[
+        list[str] | None,
+        typer.Option(help="Logs of NCCL_DEBUG=INFO or NCCL Inspector: file, folder or glob; may be repeated."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs of the job: say what exposed communication costs a day.")
+    ] = None,
+    price_per_gpu_hour: Annotated[
+        float | None, typer.Option(help="The same in money; --gpus is then by default one for each rank.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="Who reads the ranks: local or dask.")] = "local",
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler (tcp://HOST:8786).")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of engine local; by default one per core.")] = None,
@@ -47,6 +58,7 @@ def diagnose(
     """Why does my step wait? Diagnose the traces of one or all ranks of a job; needs no GPU and no torch."""
     from counterpoint.diagnosis import api
     from counterpoint.diagnosis.comparison import check_gate, parse_gate
+    from counterpoint.diagnosis.cost import with_cost
     from counterpoint.diagnosis.reading.digest import Engine
     from counterpoint.trace.flight_recorder import find_dumps
     from counterpoint.trace.source import Limits
@@ -54,17 +66,20 @@ def diagnose(
     gates = [parse_gate(text) for text in gate or []]
     if against is None and any(g.against for g in gates):
         raise Misconfigured("a gate is against an earlier run; name it by --against RUN")
-    limits = Limits(trace_bytes=_bytes(max_trace_gb))
+    limits = Limits.of_gb(max_trace_gb)
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
     json_path = json_file(json)
     check_outputs(out, perfetto, json_path)
     if dumps := find_dumps(traces):
-        _refuse_with_dumps(out, perfetto, gate, against)
+        _refuse_with_dumps(out, perfetto, gate, against, nccl_log, gpus, price_per_gpu_hour)
         _hang(dumps, json, json_path, quiet=quiet)
         return
     with progress(quiet, "looking for traces") as tell:
         earlier = None if against is None else _earlier(against, chosen, limits, tell)
-        result = api.diagnose(traces, engine=chosen, limits=limits, progress=tell)
+        result = api.diagnose(traces, engine=chosen, limits=limits, progress=tell, nccl_logs=nccl_log or ())
+        if gpus is not None or price_per_gpu_hour is not None:
+            costed = with_cost(result.diagnosis, gpus=gpus, price_per_gpu_hour=price_per_gpu_hour)
+            result = replace(result, diagnosis=costed)
         compared = result.against(earlier) if earlier is not None else None
         if out is not None or perfetto is not None:
             tell(0, 0, "drawing")
@@ -78,13 +93,6 @@ def diagnose(
         print(f"gate {check.text}: {'pass' if check.passed else 'FAIL'} ({check.reason})", file=sys.stderr)
     if not all(check.passed for check in checks):
         raise typer.Exit(1)
-
-
-def _bytes(max_trace_gb: float) -> int:
-    """Return --max-trace-gb in bytes; raise Misconfigured if the number is too large."""
-    if not max_trace_gb < 1 << 30:
-        raise Misconfigured(f"--max-trace-gb {max_trace_gb}: give GiB of memory, such as 64")
-    return int(max_trace_gb * (1 << 30))
 
 
 def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
@@ -103,7 +111,9 @@ def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
 def _refuse_with_dumps(*options: object) -> None:
     """Raise Misconfigured if an option is given that has no effect on the diagnosis of a hang."""
     if any(options):
-        raise Misconfigured("flight-recorder dumps have no page, timeline, gate or comparison; leave the option")
+        raise Misconfigured(
+            "flight-recorder dumps have no page, timeline, gate, comparison, log or cost; leave the option"
+        )
 
 
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:

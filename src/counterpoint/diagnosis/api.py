@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from counterpoint.diagnosis.analysis.accounts import steps
@@ -16,11 +18,15 @@ from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagnosis
 from counterpoint.diagnosis.findings.findings import find_findings, verdict
 from counterpoint.diagnosis.findings.imbalance import notes_on_gpus
+from counterpoint.diagnosis.many_ranks import MOST_DETAILED, ManyRanks, read_many
+from counterpoint.diagnosis.nccl_report import nccl_report
 from counterpoint.diagnosis.reading.digest import Engine, RankDigest, digest_all
 from counterpoint.diagnosis.reading.host_categories import CATEGORIES
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import Comparison, Diagnosis, Source, TimelineLane
+from counterpoint.records.nccl import NcclReport
+from counterpoint.trace.nccl_log import read_nccl_logs
 from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
 from counterpoint.trace.timeline import F64, I64, Kind
 
@@ -82,6 +88,7 @@ def diagnose(
     engine: Engine | None = None,
     limits: Limits | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    nccl_logs: Sequence[str | os.PathLike[str]] = (),
 ) -> Result:
     """Return the diagnosis of the traces of one job.
 
@@ -90,14 +97,42 @@ def diagnose(
         engine: how the ranks are read; by default in processes of this machine.
         limits: caps on what compressed inputs may expand to.
         progress: called with (files done, number of files, text about the current work).
+        nccl_logs: files, folders or globs of logs of NCCL (`NCCL_DEBUG=INFO`, NCCL Inspector) of the same job.
 
     Raises:
         BadTrace: nothing to read, a damaged file, or ranks of different jobs; names the file and the byte offset.
         Unsupported: the engine is dask, but its package is not installed or its scheduler does not answer.
     """
     notes: list[str] = []
-    digests, names = read_ranks(source, notes, engine=engine, limits=limits, progress=progress)
+    limits = limits or Limits()
+    if nccl_logs:
+        report = nccl_report(read_nccl_logs([os.fspath(log) for log in nccl_logs]))
+        result = diagnose(source, engine=engine, limits=limits, progress=progress)
+        return replace(result, diagnosis=_with_nccl(result.diagnosis, report))
+    with _files(source, limits, notes) as files:
+        if len(files) > MOST_DETAILED and all(file.format == "digest" for file in files):
+            return _diagnose_many(files, limits, notes, progress)
+        digests = digest_all(files, limits, engine or Engine(), progress)
+        names = [file.label for file in files]
     return diagnose_digests(digests, names, notes)
+
+
+def _with_nccl(d: Diagnosis, report: NcclReport) -> Diagnosis:
+    """Return a diagnosis with what NCCL's logs say; the verdict names the first problem that they show."""
+    first = report.remarks[0].title if report.remarks else ""
+    said = f" NCCL's log says: {first[0].lower() + first[1:]}." if first else ""
+    return msgspec.structs.replace(d, nccl=report, verdict=d.verdict + said)
+
+
+def _diagnose_many(
+    files: list[TraceFile], limits: Limits, notes: list[str], progress: Callable[[int, int, str], None] | None
+) -> Result:
+    """Return the diagnosis of more digests than are joined whole: accounts of all ranks, details of some."""
+    many = read_many(files, limits, progress)
+    by_name = {file.label: file for file in files}
+    digests = digest_all([by_name[many.paths[c]] for c in many.detailed], limits, Engine(workers=1), progress)
+    known = [replace(d, rank=many.ranks[c], rank_known=True) for d, c in zip(digests, many.detailed, strict=True)]
+    return diagnose_digests(known, many.paths, notes, many)
 
 
 def read_ranks(
@@ -120,15 +155,23 @@ def read_ranks(
     Raises:
         BadTrace: as in `diagnose`.
     """
-    sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(s) for s in source]
     limits = limits or Limits()
-    with find_traces(sources, limits, notes) as files:
-        files = _last_recording(files, notes)
+    with _files(source, limits, notes) as files:
         digests = digest_all(files, limits, engine or Engine(), progress)
         names = [f.label for f in files]
     if not digests:
-        raise BadTrace("no rank in these files", path=sources[0])
+        raise BadTrace("no rank in these files", path=names[0])
     return digests, names
+
+
+@contextmanager
+def _files(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], limits: Limits, notes: list[str]
+) -> Iterator[list[TraceFile]]:
+    """Yield the files of a job's last recording."""
+    sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(s) for s in source]
+    with find_traces(sources, limits, notes) as files:
+        yield _last_recording(files, notes)
 
 
 def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]:
@@ -144,15 +187,18 @@ def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]
     return found[last]
 
 
-def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Sequence[str] = ()) -> Result:
+def diagnose_digests(
+    digests: list[RankDigest], files: Sequence[str], notes: Sequence[str] = (), many: ManyRanks | None = None
+) -> Result:
     """Return the diagnosis of a job from the digests of its ranks.
 
     Args:
         digests: one per rank, in any order.
         files: the names of their traces.
         notes: notes on the input files, to be put before the notes on the job.
+        many: what the summaries of all ranks tell, where `digests` are of some of them.
     """
-    a = Analysis(assemble(digests))
+    a = Analysis(assemble(digests)) if many is None else Analysis(assemble(digests, many.ranks), many.accounts)
     job, clocks, ranks = a.job, a.job.clocks, a.job.ranks
     findings = find_findings(a)
     formats = {d.format for d in digests}
@@ -183,7 +229,25 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         replay=a.replay,
         idle=a.idle,
     )
+    if many is not None:
+        diagnosis = _of_all(diagnosis, many)
     return Result(diagnosis=diagnosis, analysis=a)
+
+
+def _of_all(d: Diagnosis, many: ManyRanks) -> Diagnosis:
+    """Return a diagnosis of some ranks with the ranks, accounts and clocks of all ranks of the job."""
+    return msgspec.structs.replace(
+        d,
+        source=msgspec.structs.replace(d.source, events=many.events),
+        world_size=many.world_size,
+        ranks=many.ranks,
+        missing_ranks=many.missing,
+        clock_offsets_us=_by_rank(many.ranks, many.offset_us),
+        clock_uncertainty_us={},
+        clock_drift_ppm={},
+        notes=(*many.notes, *d.notes),
+        per_rank=many.accounts,
+    )
 
 
 def _by_rank(ranks: tuple[int, ...], values: F64) -> dict[str, float | None]:

@@ -11,6 +11,7 @@ from html import escape
 from typing import Literal
 
 from counterpoint.records import Record
+from counterpoint.records.nccl import NcclReport
 
 SCHEMA = "counterpoint.diagnosis/1"
 WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
@@ -313,6 +314,15 @@ class TimelineLane(Record, frozen=True, kw_only=True):
     stream: str | None = None  # the one stream (without a GPU, thread) of all these spans; None: spans of any stream
 
 
+class ExposedCost(Record, frozen=True, kw_only=True):
+    """Holds what exposed communication costs a day; money is in the currency of the price, null without a price."""
+
+    gpus: int
+    gpu_hours_a_day: float
+    price_per_gpu_hour: float | None
+    cost_a_day: float | None
+
+
 class Diagnosis(Record, frozen=True, kw_only=True):
     """Holds the whole answer of `counterpoint diagnose`."""
 
@@ -338,6 +348,8 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     idle: Idle | None = None
     collective_kinds: tuple[CollectiveKind, ...] = ()  # most exposed first
     per_gpu: tuple[GpuAccount, ...] = ()  # of processes that drive several GPUs
+    nccl: NcclReport | None = None  # null: no log of NCCL was given
+    cost: ExposedCost | None = None  # null: nobody asked
 
     @property
     def has_steps(self) -> bool:

@@ -29,6 +29,7 @@ from counterpoint.rendering.diagnosis_tables import (
     steps_in,
     stragglers_table,
 )
+from counterpoint.rendering.nccl_tables import nccl_remarks_table, nccl_tables
 from counterpoint.rendering.safe_html import Page, clean, write_page
 from counterpoint.rendering.table import Cell, Column, Table, row
 
@@ -88,6 +89,8 @@ def _page(diagnosis: Diagnosis) -> Page:
         kernels_table(diagnosis),
         kinds_table(diagnosis),
         collectives_table(diagnosis),
+        nccl_remarks_table(diagnosis.nccl),
+        *nccl_tables(diagnosis.nccl),
     )
     return Page(
         title="why the step waits",

@@ -22,6 +22,7 @@ from counterpoint.records.diagnosis import (
     ranks_in_words,
 )
 from counterpoint.rendering import formatting as say
+from counterpoint.rendering.nccl_tables import nccl_tables
 from counterpoint.rendering.table import UNKNOWN, BarPart, Cell, Column, LengthBar, Table, TableRow, Tone, row
 
 PARTS = {  # of a rank's time, which add up to its duration
@@ -51,6 +52,7 @@ def verbose_tables(diagnosis: Diagnosis) -> list[Table]:
         stragglers_table(diagnosis),
         kernels_table(diagnosis),
         replay_table(diagnosis),
+        *nccl_tables(diagnosis.nccl),
     )
     return [table for table in made if table is not None]
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from counterpoint.errors import printable
 from counterpoint.records.diagnosis import Diagnosis, Finding, by_remedy
 from counterpoint.records.hang import GroupState, Hang
+from counterpoint.records.nccl import NcclRemark
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.diagnosis_tables import budget_table, verbose_tables
 from counterpoint.rendering.print_table import QUIET, below, heading, line, print_tables, text
@@ -41,6 +42,8 @@ def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False) -> 
     console.print()
     line(console, diagnosis.verdict, "bold")
     _findings(diagnosis.findings, console, verbose=verbose)
+    if diagnosis.nccl is not None and diagnosis.nccl.remarks:
+        _remarks(diagnosis.nccl.remarks, console, verbose=verbose)
 
 
 def _scope(diagnosis: Diagnosis) -> str:
@@ -79,6 +82,16 @@ def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -
 def _cost_and_title(finding: Finding) -> tuple[tuple[str, str], str, Text]:
     cost = f"{say.milliseconds(finding.cost_us)} ms"
     return (cost, SEVERITY_STYLE[finding.severity]), "  ", text(finding.title, "bold", 200)
+
+
+def _remarks(remarks: Sequence[NcclRemark], console: Console, *, verbose: bool) -> None:
+    """Print what is wrong by NCCL's logs, each with its remedy; without `verbose` only the first ones."""
+    console.print()
+    heading(console, "What NCCL's log says", "")
+    for remark in remarks if verbose else remarks[:MAX_FINDINGS]:
+        console.print(Text.assemble("· ", text(remark.title, "bold", 200)))
+        below(console, "→ " + (remark.advice if verbose else _first_sentence(remark.advice)))
+        below(console, remark.evidence, QUIET, None if verbose else SHORT_LINES)
 
 
 def _first_sentence(advice: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from counterpoint.trace.timeline import F64
 
-_RESOLUTION_US = 100.0  # ranks of one host end a collective up to 60 µs apart, always in the same order (8 x H200)
+RESOLUTION_US = 100.0  # ranks of one host end a collective up to 60 µs apart, always in the same order (8 x H200)
 _DRIFT_US = 12.0  # a drift that moves the ends by less over the whole trace counts as zero
 _SWEEPS = 50
 
@@ -57,24 +57,25 @@ def align_clocks(end: F64) -> Clocks:
     error = deviation / np.sqrt(np.maximum(count, 1)) * 1.25
     error[0] = 0.0
     total = offset[known] + shift  # the reference's shift is 0
-    common = _one_per_host(total, slope, _RESOLUTION_US + 3 * error)
+    common = one_per_host(total, slope, RESOLUTION_US + 3 * error)
     offset[known], drift[known] = common, slope
     uncertainty[known] = np.maximum(error, np.abs(total - common))
     return Clocks(offset=offset, drift=drift, uncertainty=uncertainty, pivot=pivot)
 
 
-def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
+def one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
     """Return the offsets (µs), ones closer than `resolution` set to their median, relative to the reference clock.
 
     Ranks with such offsets are on one host. They leave a ring in the same order in every collective, which must not
-    count as a difference of clocks. Clocks that drift are not grouped.
+    count as a difference of clocks. Clocks that drift are not grouped, and a chain of close offsets that is longer than
+    `resolution` stays as it is: it is of several hosts.
     """
     steady = np.flatnonzero(slope == 0.0)
     order = steady[np.argsort(offset[steady], kind="stable")]
     common = offset.copy()
     reference = 0.0
     for host in np.split(order, np.flatnonzero(np.diff(offset[order]) > resolution[order][1:]) + 1):
-        if len(host):
+        if len(host) and np.ptp(offset[host]) <= resolution[host].max():
             common[host] = np.median(offset[host])
             reference = common[0] if 0 in host else reference
     return common - reference

@@ -1,7 +1,7 @@
 """Find and open the traces of a job: files, folders, globs or tars; uncompressed, gzip or zstd.
 
-The first bytes of a file, not its name, tell Kineto JSON from Nsight SQLite. All decompressed bytes count against a
-limit, so that a small hostile file cannot fill the memory or the disk.
+The first bytes of a file, not its name, tell Kineto JSON, Nsight SQLite and digests apart. All decompressed bytes count
+against a limit, so that a small hostile file cannot fill the memory or the disk.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, BinaryIO, NoReturn
 
-from counterpoint.errors import BadTrace, Unsupported
+from counterpoint.errors import BadTrace, Misconfigured, Unsupported
 from counterpoint.records.diagnosis import OWN_MARK
 
-_SUFFIXES = (".json", ".json.gz", ".gz", ".zst", ".sqlite", ".sqlite3", ".db")
+_SUFFIXES = (".json", ".json.gz", ".gz", ".zst", ".sqlite", ".sqlite3", ".db", ".digest")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
 _SQLITE_MAGIC, _GZIP_MAGIC, _ZSTD_MAGIC = b"SQLite format 3\0", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _ZIP_MAGIC = b"PK\x03\x04"
+DIGEST_MAGIC = b"counterpoint.digest/"  # how a file of `counterpoint digest` begins; its version follows
 _HEAD_BYTES = 1 << 16
 _KINETO_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"')
 _OWN = re.compile(rb'"otherData":\s*\{"(?:written_by":"' + OWN_MARK.encode() + rb'|schema":"counterpoint\.)')
@@ -61,6 +62,13 @@ class Limits:
     ratio: int = 64  # decompressed bytes per compressed byte (real traces: 8 to 40), checked above trace_bytes / 32
     files: int = 100_000  # number of traces in one folder or archive
 
+    @classmethod
+    def of_gb(cls, max_trace_gb: float) -> Limits:
+        """Return limits with traces of at most so many GiB; raise `Misconfigured` if the number is too large."""
+        if not max_trace_gb < 1 << 30:
+            raise Misconfigured(f"--max-trace-gb {max_trace_gb}: give GiB of memory, such as 64")
+        return cls(trace_bytes=int(max_trace_gb * (1 << 30)))
+
     def allow(self, compressed_bytes: int, *, traces: int = 1) -> int:
         """Return the most bytes that a compressed file may expand to."""
         most = self.trace_bytes * traces
@@ -73,7 +81,7 @@ class TraceFile:
 
     path: Path
     label: str
-    format: str  # kineto | nsys | own: written by this library
+    format: str  # kineto | nsys | digest: by `counterpoint digest` | own: a timeline that this library wrote
 
 
 def rank_from_name(name: str) -> int | None:
@@ -208,6 +216,15 @@ def _raise_unreadable(error: OSError, label: str) -> NoReturn:
     raise BadTrace(f"cannot be read: {error.strerror or error}", path=label) from None
 
 
+@contextmanager
+def reading(label: str) -> Iterator[None]:
+    """Turn an `OSError` into a `BadTrace` that names the file `label`."""
+    try:
+        yield
+    except OSError as error:
+        _raise_unreadable(error, label)
+
+
 def _pattern(pattern: str, label: str) -> list[TraceFile]:
     matches = [Path(match) for match in sorted(glob(pattern, recursive=True), key=_natural)]  # noqa: PTH207 (absolute patterns)
     traces = [file for p in matches if p.is_file() and (file := _sniff(p, _readable(str(p)), strict=False))]
@@ -298,6 +315,8 @@ def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
         _raise_unreadable(error, label)
     if head.startswith(_SQLITE_MAGIC):
         return TraceFile(path=path, label=label, format="nsys")
+    if head.startswith(DIGEST_MAGIC):
+        return TraceFile(path=path, label=label, format="digest")
     if _compression(head) == "gzip":
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)

@@ -155,7 +155,7 @@ def test_a_digest_survives_the_way() -> None:
 def test_a_damaged_digest_is_refused() -> None:
     content = pack_digest(sample_digest())
     raw = msgspec.msgpack.decode(content)
-    raw["flops"] = [[1 << 40], b""]
+    raw["digest"]["flops"] = [[1 << 40], b""]
     for damaged in (content[:-1], b"", msgspec.msgpack.encode(raw)):
         with pytest.raises(BadTrace, match="there: not a digest"):
             unpack_digest(damaged, "there")

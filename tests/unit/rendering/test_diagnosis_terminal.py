@@ -44,20 +44,13 @@ def test_long_tables_are_for_the_verbose(training: Diagnosis, table: str) -> Non
     assert not headings(verbose=False)
 
 
-<<<<<<< HEAD
-def test_in_short_three_findings_are_named_with_their_first_sentence_and_the_rest_counted(training: Diagnosis) -> None:
-    many = msgspec.structs.replace(training, findings=training.findings[:1] * 5)
-=======
 def test_in_short_three_remedies_are_named_and_the_findings_of_others_counted(training: Diagnosis) -> None:
     first, change = training.findings[0], msgspec.structs.replace
     many = change(training, findings=tuple(change(first, advice=f"Do {n}") for n in range(5)))
->>>>>>> h-words
     short = printed(many, verbose=False)
     assert "\n3. " in short
     assert "\n4. " not in short
     assert "--verbose: 2 more findings" in short
-<<<<<<< HEAD
-=======
 
 
 def test_findings_with_one_remedy_are_one_card(training: Diagnosis) -> None:
@@ -72,7 +65,6 @@ def test_findings_with_one_remedy_are_one_card(training: Diagnosis) -> None:
 
 
 def test_in_short_advice_ends_after_its_first_sentence_and_reasons_after_two_lines(training: Diagnosis) -> None:
->>>>>>> h-words
     long = msgspec.structs.replace(training.findings[0], advice="Do this (1.5 x). Because.", evidence="seen " * 60)
     text = printed(msgspec.structs.replace(training, findings=(long,)), verbose=False)
     assert "→ Do this (1.5 x)\n   seen" in text  # the remedy comes first

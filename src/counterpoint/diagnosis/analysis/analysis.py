@@ -46,6 +46,7 @@ class Analysis:
     """Holds cached results of one job in µs; arrays list ranks in `job` order and collectives in `job.joined` order."""
 
     job: TracedJob
+    everyone: tuple[RankAccount, ...] = ()  # accounts of all ranks of a job of which `job` has some; (): it has all
 
     @cached_property
     def busy(self) -> list[Activity]:
@@ -77,7 +78,7 @@ class Analysis:
     @cached_property
     def totals(self) -> Account:
         """Return the mean of the ranks' accounts."""
-        return accounts.totals(self.per_rank)
+        return accounts.totals(self.everyone or self.per_rank)
 
     @property
     def step_us(self) -> float:

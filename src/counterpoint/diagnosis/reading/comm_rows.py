@@ -15,7 +15,7 @@ from counterpoint.trace.timeline import F64, I32, I64, Bools, CollectiveInfo, Gp
 
 _SAYS_LITTLE = ("send_recv", "send", "recv", "nccl", "unknown")  # kernel names that serve several collectives
 _DDP = re.compile(r"^DistributedDataParallel\.forward")
-_MOST_RANKS = 1 << 24  # most ranks of a group: more than any machine has GPUs
+MOST_RANKS = 1 << 24  # most ranks of a group: more than any machine has GPUs
 _COPY_PAUSE_US = 30.0  # a longer pause between peer copies separates two collectives
 
 
@@ -61,7 +61,7 @@ def comm_rows(timeline: Timeline, ranges: NamedRanges) -> CommRows:
     runs = [_members(gpu, f, b) for f, b in zip(first.tolist(), last.tolist(), strict=True)]
     copied = [int(gpu.bytes[members].sum()) if c else -1 for members, c in zip(runs, copy.tolist(), strict=True)]
     sizes = [(info and info.group_size) or timeline.world_size or 0 for info in infos]
-    if max(sizes, default=0) > _MOST_RANKS:
+    if max(sizes, default=0) > MOST_RANKS:
         raise BadTrace(f"a group of {max(sizes)} ranks: give a trace as its profiler wrote it", path=timeline.path)
     size = np.array(sizes, np.int32)
     ops = tuple(_op(*row) for row in zip(infos, _host_ops(timeline, first), names, strict=True))

@@ -3,8 +3,7 @@
 Reading and digesting a rank needs nothing from other ranks, so it can run on the machine that has the rank's file;
 everything that joins ranks works on digests. Ranks are read in this process, in parallel processes, or on a Dask
 cluster that has the files; each engine calls `digest_file` and gives equal digests in the same order. Digests travel
-from host to host as MessagePack (`pack_digest`), decoded by the digest's own types, which cannot name code to run; a
-column of another type or length than it says is refused.
+from host to host as bytes (`pack_digest`), which are checked before they are used.
 """
 
 from __future__ import annotations
@@ -15,30 +14,34 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from counterpoint.diagnosis.reading.comm_rows import CommRows, comm_rows
+from counterpoint.diagnosis.reading.comm_rows import MOST_RANKS, CommRows, comm_rows
 from counterpoint.diagnosis.reading.gaps import Gaps, find_gaps
-from counterpoint.diagnosis.reading.modules import NamedRanges, Places
-from counterpoint.diagnosis.reading.steps import StepWindows, find_steps
+from counterpoint.diagnosis.reading.host_categories import CATEGORIES
+from counterpoint.diagnosis.reading.modules import PHASES, NamedRanges, Places
+from counterpoint.diagnosis.reading.packing import pack, read_part, unpack
+from counterpoint.diagnosis.reading.steps import FOUND_BY, StepWindows, find_steps
 from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsupported
+from counterpoint.records.diagnosis import RankAccount
 from counterpoint.trace.classify import is_matmul
 from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import Limits, TraceFile
-from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, RankFacts, Timeline
+from counterpoint.trace.timeline import F64, I32, I64, U8, GpuOps, HostKind, Intern, Kind, RankFacts, Timeline
 
 _BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
 
 _DIMS = 8  # most dimensions of a tensor that counts as a factor of a matrix product
+SUMMARY, DETAILS = 0, 1  # parts of a digest's file
 Progress = Callable[[int, int, str], None]  # files done, number of files, text about the current work
 _KEPT_BYTES = 16 << 20
 _SMALL_BYTES = 4 << 20  # total bytes below which starting processes takes longer than reading
@@ -70,6 +73,40 @@ class RankDigest(RankFacts):
     flops: F64  # per GPU operation; NaN: unknown
     gap_places: Places  # phase and module of each row of `gaps`
     op_places: Places  # phase and module of each compute operation
+
+    @property
+    def largest_group(self) -> int:
+        """Return the number of ranks of the largest group that a collective states; 0: none is stated."""
+        return int(self.comm.size.max(initial=0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallKind:
+    """Names the collectives of a rank that have one operation, group and size; `bytes` -1: not stated."""
+
+    op: str
+    group: str
+    ranks: tuple[int, ...] | None  # of the group; None: not stated
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSummary(RankFacts):
+    """Holds the part of a rank's digest that joins it with thousands of ranks; µs since `origin_ns` on its clock.
+
+    The columns `kind` to `end` have one element for each collective, in the order of their launches.
+    """
+
+    largest_group: int
+    account: RankAccount  # of the rank alone: waits are not known
+    steps: StepWindows
+    kinds: tuple[CallKind, ...]
+    kind: I32  # into `kinds`
+    ident: I64  # equal on all ranks of a collective, as far as they number them; -1: not numbered
+    start: F64
+    end: F64
+    hidden_start: F64  # when both compute and communication run
+    hidden_end: F64
 
 
 def digest(timeline: Timeline) -> RankDigest:
@@ -184,46 +221,85 @@ def _matmul_flops(timeline: Timeline) -> F64:
     return flops
 
 
-class _Column(msgspec.Struct, array_like=True, frozen=True):
-    """Holds one column of a packed digest: its shape, and its values as bytes."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Packed:
+    """Holds a digest as it travels: the ranks of a group, thousands maybe, are written once for all its collectives."""
 
-    shape: tuple[int, ...]
-    data: bytes
+    digest: RankDigest  # without `comm.group_ranks`
+    groups: tuple[tuple[int, ...], ...]
+    group: I32  # of each collective, an index into `groups`; -1: its ranks are not known
 
 
 def pack_digest(digest: RankDigest) -> bytes:
     """Serialize a digest to bytes."""
-    return msgspec.msgpack.encode(digest, enc_hook=_encode)
+    groups, members = Intern[tuple[int, ...]](), digest.comm.group_ranks
+    group = np.array([-1 if ranks is None else groups[ranks] for ranks in members], np.int32)
+    comm = replace(digest.comm, group_ranks=(None,) * len(members))
+    return pack(_Packed(digest=replace(digest, comm=comm), groups=tuple(groups), group=group))
 
 
 def unpack_digest(data: bytes, path: str) -> RankDigest:
     """Return the digest that `pack_digest` serialized to these bytes.
 
     Raises:
-        BadTrace: the bytes are no packed digest; the error names their source `path`.
+        BadTrace: the bytes are no packed digest, or its columns do not fit together; the error names `path`.
     """
-    try:
-        return msgspec.msgpack.decode(data, type=RankDigest, dec_hook=_decode)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
-        raise BadTrace(f"not a digest of this version: {error}", path=path) from None
+    packed = unpack(data, _Packed, path)
+    found, groups = packed.digest, (*packed.groups, None)  # index -1 is the last element
+    for problem in _problems(found):
+        raise BadTrace(f"not a digest as counterpoint writes it: {problem}", path=path)
+    if len(packed.group) != len(found.comm) or not _within(packed.group, -1, len(packed.groups)):
+        raise BadTrace("not a digest as counterpoint writes it: groups that do not fit", path=path)
+    ranks = tuple(groups[i] for i in packed.group.tolist())
+    return replace(found, comm=replace(found.comm, group_ranks=ranks))
 
 
-def _encode(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return _Column(value.shape, np.ascontiguousarray(value).tobytes())
-    if isinstance(value, np.generic):
-        return value.item()
-    raise NotImplementedError(f"{type(value)} in a digest")
+def _within(index: I32 | I64 | U8, low: int, count: int) -> bool:
+    """Return whether all of these indices lie from `low` to `count` - 1."""
+    return not len(index) or bool(index.min() >= low and index.max() < count)
 
 
-def _decode(kind: Any, value: Any) -> Any:
-    if get_origin(kind) is not np.ndarray:
-        raise NotImplementedError(f"{kind} in a digest")
-    dtype = np.dtype(get_args(get_args(kind)[1])[0])
-    column = msgspec.convert(value, _Column)
-    if len(column.data) != math.prod(column.shape) * dtype.itemsize:
-        raise ValueError(f"a column of {len(column.data)} bytes for shape {column.shape} of {dtype}")
-    return np.frombuffer(column.data, dtype).reshape(column.shape).copy()
+def _problems(d: RankDigest) -> Iterator[str]:
+    """Yield what makes a digest unusable: columns of unequal length, or indices beyond the table that they point to."""
+    gaps, gpu, comm, waits = d.gaps, d.gpu, d.comm, d.waits
+    tables = (gpu, comm, d.gap_places, d.op_places, gaps.operations, gaps.functions, gaps.pauses)
+    lengths = [{len(column) for column in _columns(table)} for table in tables]
+    lengths += [{len(gpu), len(d.flops)}, {len(d.steps.names), len(d.steps.start), len(d.steps.end)}]
+    lengths += [{len(gaps), len(d.gap_places.phase)} | {len(c) for c in _columns(gaps)}]
+    lengths += [{len(waits.start), len(waits.end)}]
+    lengths += [{len(waits.stream_wait_at), len(waits.stream_wait_stream), len(waits.stream_wait_for)}]
+    flat = all(getattr(c, "ndim", 1) == 1 or c is gpu.grid or c is gpu.block for t in tables for c in _columns(t))
+    wide = {(len(gpu), 3)} == {gpu.grid.shape, gpu.block.shape}
+    if not (flat and wide) or any(len(each) > 1 for each in lengths):
+        yield "columns of unequal length"
+        return
+    times = np.concatenate((gpu.start, gpu.end, comm.start, comm.end, d.steps.start, d.steps.end))
+    if d.steps.found_by not in FOUND_BY or not d.steps.names or not np.isfinite(times).all():
+        yield "no step, or a time that is no number"
+    of_names: tuple[I32, ...] = (
+        gaps.operation,
+        gaps.inside,
+        gaps.operations.name,
+        gaps.functions.name,
+        gaps.pauses.operation,
+    )
+    of_names += (d.gap_places.module, d.op_places.module)
+    causes = (gaps.category, gaps.operations.category, gaps.functions.category, gaps.pauses.category)
+    fits = [_within(column, -1, len(d.names)) for column in of_names]
+    fits += [_within(column, 0, len(CATEGORIES)) for column in causes]
+    fits += [_within(column, 0, len(PHASES)) for column in (d.gap_places.phase, d.op_places.phase)]
+    fits += [_within(column, 0, len(gpu)) for column in (comm.first, comm.last)]
+    fits += [_within(gpu.kind, 0, len(Kind)), _within(gpu.shape, -1, len(d.shapes)), _within(gpu.name, 0, len(d.names))]
+    fits += [_within(comm.size, 0, MOST_RANKS + 1), _within(waits.stream_wait_for, -1, len(gpu))]
+    fits += [_within(gaps.pauses.number, 0, len(gaps.pauses.number) + 1)]
+    if not all(fits):
+        yield "an index beyond its table"
+
+
+def _columns(table: object) -> Iterator[Sized]:
+    """Yield the columns of a table: its fields that are arrays or tuples."""
+    values = (getattr(table, name) for name in table.__dataclass_fields__)  # type: ignore[attr-defined]
+    return (value for value in values if isinstance(value, np.ndarray | tuple))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +325,8 @@ class Engine:
 
 def digest_file(file: TraceFile, limits: Limits) -> list[RankDigest]:
     """Return the digests of one file: mostly one rank for Kineto, every rank of the export for Nsight Systems."""
+    if file.format == "digest":
+        return [replace(unpack_digest(read_part(file, DETAILS, limits), file.label), path=file.label)]
     if file.format == "nsys":
         from counterpoint.trace.nsys import read_nsys
 

@@ -48,7 +48,7 @@ def join(ranks: tuple[int, ...], rows: list[CommRows], base_us: list[float]) -> 
     """Return the matched collectives of all `ranks` (ascending); `base_us` is added to each rank's times."""
     groups: dict[_Key, dict[int, I64]] = {}
     for column, table in enumerate(rows):
-        for key, members in _by_group(table).items():
+        for key, members in by_group(table).items():
             groups.setdefault(key, {})[column] = members
     found: list[tuple[_Key, str, dict[int, int]]] = []
     for key, columns in groups.items():
@@ -56,7 +56,7 @@ def join(ranks: tuple[int, ...], rows: list[CommRows], base_us: list[float]) -> 
     return _table(ranks, rows, base_us, found)
 
 
-def _by_group(table: CommRows) -> dict[_Key, I64]:
+def by_group(table: CommRows) -> dict[_Key, I64]:
     """Return the rows of each process group in launch order, which is the same on every rank."""
     members: dict[_Key, list[int]] = {}
     when = np.where(np.isfinite(table.launch), table.launch, table.start)
@@ -70,7 +70,7 @@ def _join_group(
     key: _Key, columns: dict[int, I64], rows: list[CommRows], base_us: list[float]
 ) -> list[tuple[_Key, str, dict[int, int]]]:
     for by in ("comms_id", "seq"):
-        keyed = {c: _ids(rows[c], members, by) for c, members in columns.items()}
+        keyed = {c: ids_of(rows[c], members, by) for c, members in columns.items()}
         if all(ids is not None for ids in keyed.values()):
             together: dict[Hashable, dict[int, int]] = {}
             for column, ids in keyed.items():
@@ -80,7 +80,7 @@ def _join_group(
     return [(key, "order", members) for members in _by_order(columns, rows, base_us)]
 
 
-def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
+def ids_of(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
     """Return a key per row: id, operation, and the count of earlier rows with both; None if any row lacks an id.
 
     Return None, too, if all rows have one id, which is then the communicator's, not the collective's.

@@ -22,6 +22,7 @@ from counterpoint.diagnosis.reading.repetition import repeated_steps
 from counterpoint.records.diagnosis import WHOLE_TRACE
 from counterpoint.trace.timeline import F64, I64, Bools, GpuOps, HostKind, Timeline, previous_on_stream
 
+FOUND_BY = ("profiler", "annotation", "optimizer", "repetition", "whole")  # the best first
 _PROFILER_STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d+)")
 _STEP_NAME = (
     re.compile(  # names of steps in vLLM, SGLang, Megatron, Lightning, diffusion servers and hand-written loops
@@ -58,7 +59,7 @@ class StepWindows:
     names: tuple[str, ...]
     start: F64
     end: F64
-    found_by: str  # profiler | annotation | optimizer | repetition | whole
+    found_by: str  # one of FOUND_BY
     notes: tuple[str, ...] = ()  # which steps are unusual, and why; how much time lies in no step
     left_out: tuple[str, ...] = ()  # names of unusual steps
 

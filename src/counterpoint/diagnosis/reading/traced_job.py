@@ -7,19 +7,23 @@ whose GPUs, collectives and framework the job shows, so that advice names only s
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from counterpoint.diagnosis.reading.digest import RankDigest
+from counterpoint.diagnosis.reading.digest import RankDigest, RankSummary
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.join import LOOSE_ENDS, Joined, join
+from counterpoint.diagnosis.reading.steps import FOUND_BY
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import WHOLE_TRACE, counted, ranks_in_words
 from counterpoint.trace.classify import is_nccl
 from counterpoint.trace.clocks import Clocks, align_clocks
-from counterpoint.trace.timeline import F64, I64, Bools, Kind, device_of
+from counterpoint.trace.timeline import F64, I64, Bools, Kind, RankFacts, device_of
+
+D = TypeVar("D", RankDigest, RankSummary)
 
 _RANKS_QUOTED = 3  # most ranks whose notes on their own traces are shown
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
@@ -147,12 +151,20 @@ def gpus_of(digest: RankDigest) -> tuple[int, ...]:
     return tuple(numbers[(us >= _CONTEXT_SHARE * us.max(initial=0.0)) & (numbers >= 0)].tolist())
 
 
-def assemble(digests: list[RankDigest]) -> TracedJob:
-    """Join the ranks of one job; raise `BadTrace` for two files of one rank, or ranks of different jobs."""
+def assemble(digests: list[RankDigest], others: Collection[int] = ()) -> TracedJob:
+    """Join the ranks of one job; raise `BadTrace` for two files of one rank, or ranks of different jobs.
+
+    Args:
+        digests: one per rank, in any order.
+        others: further ranks that were recorded, so that they are not missing.
+
+    Returns:
+        The job of the ranks in `digests`.
+    """
     notes: list[str] = []
     digests = numbered(digests, notes)
     world = world_size_of(digests)
-    missing = missing_ranks(digests, world)
+    missing = tuple(r for r in missing_ranks(digests, world) if r not in others)
     base = [(d.origin_ns - digests[0].origin_ns) / 1000.0 for d in digests]
     joined = join(tuple(d.rank for d in digests), [d.comm for d in digests], base)
     if missing:
@@ -191,9 +203,9 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
     )
 
 
-def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
-    """Return the digests with distinct ranks: as the traces state them, else numbered in the order of the files."""
-    stated: dict[int, RankDigest] = {}
+def numbered(digests: Sequence[D], notes: list[str]) -> list[D]:
+    """Return digests, or summaries, with distinct ranks: as the traces state them, else in the order of the files."""
+    stated: dict[int, D] = {}
     for d in (d for d in digests if d.rank_known):
         if d.rank in stated:
             raise BadTrace(
@@ -203,23 +215,23 @@ def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
             )
         stated[d.rank] = d
     free = (r for r in range(len(digests) + len(stated)) if r not in stated)
-    guessed = [replace(d, rank=next(free)) for d in digests if not d.rank_known]
+    guessed: list[D] = [replace(d, rank=next(free)) for d in digests if not d.rank_known]
     if guessed and len(digests) > 1:
         notes.append(
             f"{counted(len(guessed), 'trace')} without a rank, numbered in the order of their names"
             if len({d.path for d in guessed}) > 1
             else f"the file does not say which ranks its {len(guessed)} GPUs are; numbered in their order"
         )
-    return sorted([*stated.values(), *guessed], key=lambda d: d.rank)
+    return sorted(list(stated.values()) + guessed, key=lambda d: d.rank)
 
 
-def missing_ranks(digests: list[RankDigest], world_size: int) -> tuple[int, ...]:
+def missing_ranks(digests: Sequence[RankFacts], world_size: int) -> tuple[int, ...]:
     """Return the ranks of a job that have no digest; only the first million ranks are checked."""
     there = {d.rank for d in digests}
     return tuple(r for r in range(min(world_size, 1 << 20)) if r not in there)
 
 
-def world_size_of(digests: list[RankDigest]) -> int:
+def world_size_of(digests: Sequence[RankDigest | RankSummary]) -> int:
     """Return the number of ranks of the job, as its traces state it; raise `BadTrace` for ranks of different jobs."""
     for key in ("world_size", "backend", "nccl_version"):
         values = {d.job[key]: d for d in digests if key in d.job}
@@ -234,7 +246,7 @@ def world_size_of(digests: list[RankDigest]) -> int:
     if stated and highest > max(stated):
         worst = digests[-1]
         raise BadTrace(f"rank {worst.rank} in a job of {max(stated)} ranks: ranks of different runs", path=worst.path)
-    sizes = [int(d.comm.size.max(initial=0)) for d in digests]
+    sizes = [d.largest_group for d in digests]
     return max([*stated, *sizes, highest if highest <= 1 << 20 else len(digests)])
 
 
@@ -266,8 +278,7 @@ def _steps(
     digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
 ) -> tuple[float, tuple[str, ...], F64, F64]:
     """Return time zero, and names, starts and ends [S, R] of the steps common to all ranks, else of one rank's."""
-    best = ("profiler", "annotation", "optimizer", "repetition", "whole")
-    column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
+    column = min(range(len(digests)), key=lambda c: FOUND_BY.index(digests[c].steps.found_by))
     steps = digests[column].steps
     if steps.found_by != "profiler":
         how = {
