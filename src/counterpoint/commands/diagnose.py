@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_json, writing
+from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_file, write_json, writing
 from counterpoint.errors import Misconfigured
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ def diagnose(
         str | None,
         typer.Option(help="Traces or --json file of an earlier run: say what grew; --json then writes the comparison."),
     ] = None,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Show which operators and kernels take the GPU's time, and their rates.")
+    ] = False,
+    save_operators: Annotated[
+        Path | None, typer.Option(help="Write operators and kernels to a file: FILE.csv or FILE.parquet.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="Who reads the ranks: local or dask.")] = "local",
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler (tcp://HOST:8786).")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of engine local; by default one per core.")] = None,
@@ -47,7 +53,9 @@ def diagnose(
     """Why does my step wait? Diagnose the traces of one or all ranks of a job; needs no GPU and no torch."""
     from counterpoint.diagnosis import api
     from counterpoint.diagnosis.comparison import check_gate, parse_gate
+    from counterpoint.diagnosis.operator_file import check_name, operators_file
     from counterpoint.diagnosis.reading.digest import Engine
+    from counterpoint.rendering.operator_tables import ON_PAGE, ON_TERMINAL
     from counterpoint.trace.flight_recorder import find_dumps
     from counterpoint.trace.source import Limits
 
@@ -57,9 +65,10 @@ def diagnose(
     limits = Limits(trace_bytes=_bytes(max_trace_gb))
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
     json_path = json_file(json)
-    check_outputs(out, perfetto, json_path)
+    check_outputs(out, perfetto, json_path, save_operators)
+    check_name(save_operators)
     if dumps := find_dumps(traces):
-        _refuse_with_dumps(out, perfetto, gate, against)
+        _refuse_with_dumps(out, perfetto, gate, against, operators, save_operators)
         _hang(dumps, json, json_path, quiet=quiet)
         return
     with progress(quiet, "looking for traces") as tell:
@@ -69,10 +78,14 @@ def diagnose(
         if out is not None or perfetto is not None:
             tell(0, 0, "drawing")
             _draw(result, out, perfetto)
+        if save_operators is not None:
+            write_file(save_operators, operators_file(result.diagnosis.operators, save_operators.suffix))
         if json is not None:
             write_json(compared or result.diagnosis, json_path)
     if not quiet and json != "-":
-        _summary(result.diagnosis, compared, [p for p in (out, perfetto) if p is not None], verbose=verbose)
+        written = [p for p in (out, perfetto, save_operators) if p is not None]
+        most = 0 if not operators else ON_PAGE if verbose else ON_TERMINAL
+        _summary(result.diagnosis, compared, written, verbose=verbose, operators=most)
     checks = [check_gate(g, result.diagnosis, earlier) for g in gates]
     for check in checks:
         print(f"gate {check.text}: {'pass' if check.passed else 'FAIL'} ({check.reason})", file=sys.stderr)
@@ -103,7 +116,9 @@ def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
 def _refuse_with_dumps(*options: object) -> None:
     """Raise Misconfigured if an option is given that has no effect on the diagnosis of a hang."""
     if any(options):
-        raise Misconfigured("flight-recorder dumps have no page, timeline, gate or comparison; leave the option")
+        raise Misconfigured(
+            "flight-recorder dumps have no page, timeline, gate, comparison or operators; leave the option"
+        )
 
 
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:
@@ -127,14 +142,16 @@ def _earlier(source: str, engine: Engine, limits: Limits, progress: Callable[[in
     return api.diagnose(source, engine=engine, limits=limits, progress=progress).diagnosis
 
 
-def _summary(diagnosis: Diagnosis, compared: Comparison | None, written: list[Path], *, verbose: bool) -> None:
+def _summary(
+    diagnosis: Diagnosis, compared: Comparison | None, written: list[Path], *, verbose: bool, operators: int
+) -> None:
     from counterpoint.rendering.comparison_terminal import render_comparison
     from counterpoint.rendering.diagnosis_terminal import render
 
     def both(console: Console) -> None:
         if compared is None or verbose:
-            render(diagnosis, console, verbose=verbose)
+            render(diagnosis, console, verbose=verbose, operators=operators)
         if compared is not None:
-            render_comparison(compared, console)
+            render_comparison(compared, console, operators=operators)
 
     show(both, written)

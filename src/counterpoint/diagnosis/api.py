@@ -61,7 +61,7 @@ class Result:
 
     @property
     def frames(self) -> dict[str, pl.DataFrame]:
-        """Return polars frames by name: steps, per_rank, collectives, stragglers, kernels, findings and what_if."""
+        """Return polars frames by name: steps, per_rank, collectives, stragglers, kernels, operators and others."""
         from counterpoint.diagnosis.frames import frames
 
         return frames(self.diagnosis)
@@ -182,6 +182,8 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         findings=findings,
         replay=a.replay,
         idle=a.idle,
+        operators=a.operators if job.gpu_recorded else (),
+        card=a.card,
     )
     return Result(diagnosis=diagnosis, analysis=a)
 

@@ -10,6 +10,7 @@ from html import escape
 from typing import Literal
 
 from counterpoint.records import Record
+from counterpoint.records.operators import CardRates, OperatorTime
 
 SCHEMA = "counterpoint.diagnosis/1"
 WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
@@ -326,6 +327,8 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     idle: Idle | None = None
     collective_kinds: tuple[CollectiveKind, ...] = ()  # most exposed first
     per_gpu: tuple[GpuAccount, ...] = ()  # of processes that drive several GPUs
+    operators: tuple[OperatorTime, ...] = ()  # most time first; what is left out stands in the last row
+    card: CardRates | None = None  # null: the GPU is not known
 
     @property
     def has_steps(self) -> bool:
@@ -371,6 +374,12 @@ class KernelChange(Change, frozen=True, kw_only=True):
     slowdown: float
 
 
+class OperatorChange(Change, frozen=True, kw_only=True):
+    """Holds the µs per step and rank of a kernel of an operator in both runs; `name` is the operator."""
+
+    kernel: str
+
+
 class Comparison(Record, frozen=True, kw_only=True):
     """Compares a run with an earlier run; every list has the largest growth first.
 
@@ -391,6 +400,7 @@ class Comparison(Record, frozen=True, kw_only=True):
     exposed: tuple[Change, ...]  # by operation
     late: tuple[Change, ...]  # by rank: how long the others waited for it
     kernels: tuple[KernelChange, ...]  # those that became slower, by name
+    operators: tuple[OperatorChange, ...] = ()  # largest change first
 
 
 WATCH_SCHEMA = "counterpoint.watch/1"

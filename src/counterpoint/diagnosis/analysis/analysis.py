@@ -9,6 +9,7 @@ import numpy as np
 
 from counterpoint.diagnosis.analysis import accounts
 from counterpoint.diagnosis.analysis.accounts import Activity, Waits
+from counterpoint.diagnosis.analysis.compute_losses import ComputeLoss, compute_losses
 from counterpoint.diagnosis.analysis.experts import (
     EXPERTS,
     ExpertImbalance,
@@ -19,10 +20,12 @@ from counterpoint.diagnosis.analysis.experts import (
 )
 from counterpoint.diagnosis.analysis.idle import RankIdle, hosts_known, idle_of_ranks, summarise_idle
 from counterpoint.diagnosis.analysis.kernels import Blocked, KernelSet, compare_overlap, find_blocked
+from counterpoint.diagnosis.analysis.operators import card_rates, operator_times
 from counterpoint.diagnosis.analysis.replay import replay
 from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
 from counterpoint.diagnosis.analysis.unrecorded import Unrecorded, find_unrecorded
 from counterpoint.diagnosis.reading.traced_job import TracedJob, TracedStack, traced_stack
+from counterpoint.records.causes import COMPUTE_CAUSES
 from counterpoint.records.diagnosis import (
     Account,
     Collective,
@@ -33,6 +36,7 @@ from counterpoint.records.diagnosis import (
     Replay,
     Straggler,
 )
+from counterpoint.records.operators import CardRates, OperatorTime
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,21 @@ class Analysis:
         return compare_overlap(self.job, self.busy)
 
     @cached_property
+    def card(self) -> CardRates | None:
+        """Return what the GPU of the lowest rank can do; None for a CPU and an unknown GPU."""
+        return card_rates(self.job.digests[0].device)
+
+    @cached_property
+    def operators(self) -> tuple[OperatorTime, ...]:
+        """Return the GPU time of a step by operator, inputs and place, most time first."""
+        return operator_times(self.job, self.card)
+
+    @cached_property
+    def compute_losses(self) -> tuple[ComputeLoss, ...]:
+        """Return the causes for which kernels take longer than this GPU needs for their work."""
+        return compute_losses(self.job, self.card, self.step_us)
+
+    @cached_property
     def blocked(self) -> tuple[Blocked, ...]:
         """Return the collectives that had to wait because a kernel held every SM."""
         return find_blocked(self.job)
@@ -153,6 +172,7 @@ class Analysis:
             stack=self.stack,
             hosts_known=hosts_known(self.idle),
             collective_waits=self._collective_waits(),
+            compute_us={COMPUTE_CAUSES[loss.cause].short: loss.without_us for loss in self.compute_losses},
         )
 
     @cached_property

@@ -27,6 +27,7 @@ from counterpoint.diagnosis.findings.compute import (
 from counterpoint.diagnosis.findings.copies import find_copies
 from counterpoint.diagnosis.findings.idle import find_idle
 from counterpoint.diagnosis.findings.imbalance import find_expert_imbalance, find_pipeline_bubbles, find_turns
+from counterpoint.diagnosis.findings.operators import compute_in_words, find_compute_losses
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Finding
 
@@ -37,6 +38,7 @@ FINDERS: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (  # in this orde
     find_fsdp2_copies,
     find_idle,
     find_copies,
+    find_compute_losses,
     find_turns,
     find_suspected_waits,
     find_pipeline_bubbles,
@@ -86,7 +88,7 @@ def verdict(a: Analysis, findings: tuple[Finding, ...]) -> str:
                 " Without communication it would take as long, by the replay: it waits for something else meanwhile."
             )
     if not findings:
-        return f"{head} Nothing stands out."
+        return f"{head} Nothing stands out.{compute_in_words(a)}"
     causes = [f for f in findings if f.kind not in _HEALTHY_TOO and f.cost_us >= _SYMPTOM_SHARE * findings[0].cost_us]
     worst = causes[0] if causes else findings[0]
     said = f" ({_cost(worst)} {job.each})"

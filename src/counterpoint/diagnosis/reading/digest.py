@@ -9,7 +9,6 @@ column of another type or length than it says is refused.
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import os
@@ -28,7 +27,8 @@ import numpy as np
 
 from counterpoint.diagnosis.reading.comm_rows import CommRows, comm_rows
 from counterpoint.diagnosis.reading.gaps import Gaps, find_gaps
-from counterpoint.diagnosis.reading.modules import NamedRanges, Places
+from counterpoint.diagnosis.reading.modules import NamedRanges, Origins, Places
+from counterpoint.diagnosis.reading.operator_work import matrix_product
 from counterpoint.diagnosis.reading.steps import StepWindows, find_steps
 from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsupported
 from counterpoint.trace.classify import is_matmul
@@ -38,7 +38,6 @@ from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, R
 
 _BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
 
-_DIMS = 8  # most dimensions of a tensor that counts as a factor of a matrix product
 Progress = Callable[[int, int, str], None]  # files done, number of files, text about the current work
 _KEPT_BYTES = 16 << 20
 _SMALL_BYTES = 4 << 20  # total bytes below which starting processes takes longer than reading
@@ -70,6 +69,7 @@ class RankDigest(RankFacts):
     flops: F64  # per GPU operation; NaN: unknown
     gap_places: Places  # phase and module of each row of `gaps`
     op_places: Places  # phase and module of each compute operation
+    origins: Origins  # module and Python functions of each compute operation and copy
 
 
 def digest(timeline: Timeline) -> RankDigest:
@@ -77,9 +77,10 @@ def digest(timeline: Timeline) -> RankDigest:
     gpu, steps = timeline.gpu, find_steps(timeline)
     gaps = find_gaps(timeline, steps)
     ranges = NamedRanges.of(timeline)
-    in_gaps, of_ops = ranges.gaps(gaps), ranges.compute()
-    named = (gaps.operations.name, gaps.functions.name, in_gaps.module, of_ops.module)
-    used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside, gaps.pauses.operation, *named)))
+    in_gaps, of_ops, origins = ranges.gaps(gaps), ranges.compute(), ranges.origins()
+    named = (origins.module, gaps.operations.name, gaps.functions.name, in_gaps.module, of_ops.module)
+    operator = np.full(len(gpu), -1, np.int32) if gpu.operator is None else gpu.operator
+    used = np.unique(np.concatenate((gpu.name, operator, gaps.operation, gaps.inside, gaps.pauses.operation, *named)))
     used = used[used >= 0]
     renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last entry, index -1, stands for no name
     facts = {name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__}
@@ -88,7 +89,7 @@ def digest(timeline: Timeline) -> RankDigest:
         **facts | {"notes": (*timeline.notes, *steps.notes)},
         names=tuple(timeline.names[i] for i in used.tolist()),
         shapes=timeline.shapes,
-        gpu=replace(gpu, name=renumber[gpu.name]),
+        gpu=replace(gpu, name=renumber[gpu.name], operator=renumber[operator]),
         comm=comm_rows(timeline, ranges),
         steps=steps,
         gaps=replace(
@@ -103,6 +104,7 @@ def digest(timeline: Timeline) -> RankDigest:
         flops=_matmul_flops(timeline),
         gap_places=replace(in_gaps, module=renumber[in_gaps.module]),
         op_places=replace(of_ops, module=renumber[of_ops.module]),
+        origins=replace(origins, module=renumber[origins.module]),
     )
 
 
@@ -140,32 +142,6 @@ def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
         last = np.searchsorted(gpu.launch_start[launched], host.start[records[at[here]]]) - 1
         waited[here[last >= 0]] = launched[last[last >= 0]]
     return host.start[rows], host.stream[rows], waited
-
-
-def matrix_product(shapes: str) -> tuple[int, int, int, int] | None:
-    """Return M, N, K and batch size of the matrix product of inputs with these shapes; None if shapes do not fit.
-
-    The factors are the first two adjacent inputs that fit, since `aten::addmm` puts its bias first; `aten::linear`
-    transposes its weight. Rows of several sequences times one matrix count as rows of one product.
-
-    Args:
-        shapes: as in the trace, "[[4096,1024],[1024,512]]".
-    """
-    try:
-        dims = msgspec.json.decode(shapes, type=list[Any])
-    except msgspec.DecodeError:
-        return None
-    tensors = [d for d in dims if isinstance(d, list) and 2 <= len(d) <= _DIMS and all(map(_is_length, d))]
-    for a, b in itertools.pairwise(tensors):
-        if len(b) == 2 and a[-1] in b:
-            return math.prod(a[:-1]), b[1] if a[-1] == b[0] else b[0], a[-1], 1
-        if a[-1] == b[-2] and b[:-2] == a[:-2]:
-            return a[-2], b[-1], a[-1], math.prod(a[:-2])
-    return None
-
-
-def _is_length(value: object) -> bool:
-    return type(value) is int and 0 < value < 1 << 40
 
 
 def _matmul_flops(timeline: Timeline) -> F64:
