@@ -48,7 +48,6 @@ def operators_table(diagnosis: Diagnosis, most: int) -> Table | None:
         ),
         rows=rows[:most],
         notes=notes,
-        folded=True,
     )  # fmt: skip
 
 
