@@ -63,8 +63,14 @@ def runtime(name: str, ts: Time, dur: Time, *, correlation: int, external: int |
     return event(cat, name, ts, dur, tid=tid, External_id=external, cbid=211, correlation=correlation)
 
 
-def op(name: str, ts: Time, dur: Time, *, external: int | None = None, dims: Any = None, tid: Any = PID) -> Event:
-    return event("cpu_op", name, ts, dur, tid=tid, External_id=external, Input_Dims=dims)
+def op(
+    name: str, ts: Time, dur: Time, *, external: int | None = None, dims: Any = None, types: Any = None,
+    values: Any = None, sequence: int | None = None, tid: Any = PID,
+) -> Event:  # fmt: skip
+    return event(
+        "cpu_op", name, ts, dur, tid=tid, External_id=external, Input_Dims=dims, Input_type=types,
+        Concrete_Inputs=values, Sequence_number=sequence,
+    )  # fmt: skip
 
 
 def annotation(name: str, ts: Time, dur: Time, *, tid: Any = PID) -> Event:
@@ -227,9 +233,10 @@ def bomb(path: Path, parts: tuple[bytes, bytes, bytes], repeats: int) -> Path:
 
 def plain(timeline: Timeline, *without: str) -> Any:
     """All of a timeline that can be compared: numbers into its tables replaced by what they stand for."""
-    tables = {"name": timeline.names, "shape": timeline.shapes, "collective": timeline.collectives}
+    tables = {"name": timeline.names, "shape": timeline.shapes, "collective": timeline.collectives,
+              "operator": timeline.names, "inputs": timeline.inputs}  # fmt: skip
     whole = dataclasses.asdict(timeline)
-    for key in ("path", "names", "shapes", "collectives", *without):
+    for key in ("path", "names", "shapes", "collectives", "inputs", *without):
         whole.pop(key)
     for kind in ("gpu", "host"):
         for name, column in whole[kind].items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_json, writing
+from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_file, write_json, writing
 from counterpoint.errors import Misconfigured
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ def diagnose(
     price_per_gpu_hour: Annotated[
         float | None, typer.Option(help="The same in money; --gpus is then by default one for each rank.")
     ] = None,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Show which operators and kernels take the GPU's time, and their rates.")
+    ] = False,
+    save_operators: Annotated[
+        Path | None, typer.Option(help="Write operators and kernels to a file: FILE.csv or FILE.parquet.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="Who reads the ranks: local or dask.")] = "local",
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler (tcp://HOST:8786).")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of engine local; by default one per core.")] = None,
@@ -59,7 +65,9 @@ def diagnose(
     from counterpoint.diagnosis import api
     from counterpoint.diagnosis.comparison import check_gate, parse_gate
     from counterpoint.diagnosis.cost import with_cost
+    from counterpoint.diagnosis.operator_file import check_name, operators_file
     from counterpoint.diagnosis.reading.digest import Engine
+    from counterpoint.rendering.operator_tables import ON_PAGE, ON_TERMINAL
     from counterpoint.trace.flight_recorder import find_dumps
     from counterpoint.trace.source import Limits
 
@@ -69,9 +77,10 @@ def diagnose(
     limits = Limits.of_gb(max_trace_gb)
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
     json_path = json_file(json)
-    check_outputs(out, perfetto, json_path)
+    check_outputs(out, perfetto, json_path, save_operators)
+    check_name(save_operators)
     if dumps := find_dumps(traces):
-        _refuse_with_dumps(out, perfetto, gate, against, nccl_log, gpus, price_per_gpu_hour)
+        _refuse_with_dumps(out, perfetto, gate, against, operators, save_operators, nccl_log, gpus, price_per_gpu_hour)
         _hang(dumps, json, json_path, quiet=quiet)
         return
     with progress(quiet, "looking for traces") as tell:
@@ -84,10 +93,14 @@ def diagnose(
         if out is not None or perfetto is not None:
             tell(0, 0, "drawing")
             _draw(result, out, perfetto)
+        if save_operators is not None:
+            write_file(save_operators, operators_file(result.diagnosis.operators, save_operators.suffix))
         if json is not None:
             write_json(compared or result.diagnosis, json_path)
     if not quiet and json != "-":
-        _summary(result.diagnosis, compared, [p for p in (out, perfetto) if p is not None], verbose=verbose)
+        written = [p for p in (out, perfetto, save_operators) if p is not None]
+        most = 0 if not operators else ON_PAGE if verbose else ON_TERMINAL
+        _summary(result.diagnosis, compared, written, verbose=verbose, operators=most)
     checks = [check_gate(g, result.diagnosis, earlier) for g in gates]
     for check in checks:
         print(f"gate {check.text}: {'pass' if check.passed else 'FAIL'} ({check.reason})", file=sys.stderr)
@@ -112,7 +125,7 @@ def _refuse_with_dumps(*options: object) -> None:
     """Raise Misconfigured if an option is given that has no effect on the diagnosis of a hang."""
     if any(options):
         raise Misconfigured(
-            "flight-recorder dumps have no page, timeline, gate, comparison, log or cost; leave the option"
+            "flight-recorder dumps have no page, timeline, gate, comparison, operators, log or cost; leave the option"
         )
 
 
@@ -137,14 +150,16 @@ def _earlier(source: str, engine: Engine, limits: Limits, progress: Callable[[in
     return api.diagnose(source, engine=engine, limits=limits, progress=progress).diagnosis
 
 
-def _summary(diagnosis: Diagnosis, compared: Comparison | None, written: list[Path], *, verbose: bool) -> None:
+def _summary(
+    diagnosis: Diagnosis, compared: Comparison | None, written: list[Path], *, verbose: bool, operators: int
+) -> None:
     from counterpoint.rendering.comparison_terminal import render_comparison
     from counterpoint.rendering.diagnosis_terminal import render
 
     def both(console: Console) -> None:
         if compared is None or verbose:
-            render(diagnosis, console, verbose=verbose)
+            render(diagnosis, console, verbose=verbose, operators=operators)
         if compared is not None:
-            render_comparison(compared, console)
+            render_comparison(compared, console, operators=operators)
 
     show(both, written)

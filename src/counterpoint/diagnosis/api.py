@@ -67,7 +67,7 @@ class Result:
 
     @property
     def frames(self) -> dict[str, pl.DataFrame]:
-        """Return polars frames by name: steps, per_rank, collectives, stragglers, kernels, findings and what_if."""
+        """Return polars frames by name: steps, per_rank, collectives, stragglers, kernels, operators and others."""
         from counterpoint.diagnosis.frames import frames
 
         return frames(self.diagnosis)
@@ -228,6 +228,8 @@ def diagnose_digests(
         findings=findings,
         replay=a.replay,
         idle=a.idle,
+        operators=a.operators if job.gpu_recorded else (),
+        card=a.card,
     )
     if many is not None:
         diagnosis = _of_all(diagnosis, many)

@@ -24,6 +24,7 @@ from counterpoint.records.diagnosis import (
     FindingChange,
     KernelChange,
     KernelComparison,
+    OperatorChange,
 )
 
 _LEAST_US = 5.0  # a smaller time would print as 0.00 ms
@@ -31,6 +32,7 @@ _SLOWER = 1.05
 _NAMED = 0.3  # of the change of the step: the verdict names no finding that changed by less
 _SAME = 0.02  # steps that differ by less than this share count as equally long
 _KERNELS = 50
+_MOST_OPERATORS = 500  # kernels of operators
 _WRITTEN = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"counterpoint\.diagnosis/')
 _TIMES = {
     "step": "duration_us",
@@ -94,6 +96,7 @@ def compare(now: Diagnosis, before: Diagnosis) -> Comparison:
         exposed=_changes(_exposed(before), _exposed(now)),
         late=_changes(_late(before), _late(now)),
         kernels=_kernels(now, before),
+        operators=_operators(now, before),
     )
 
 
@@ -189,6 +192,36 @@ def _kernels(now: Diagnosis, before: Diagnosis) -> tuple[KernelChange, ...]:
         if b > 0 and n > _SLOWER * b and n - b >= _LEAST_US
     ]
     return tuple(sorted(slower, key=lambda k: -k.change_us)[:_KERNELS])
+
+
+def _operators(now: Diagnosis, before: Diagnosis) -> tuple[OperatorChange, ...]:
+    """Return the change of each operator's kernels; nothing if one of the runs was diagnosed without operators."""
+    old, new = (_by_operator(d) for d in (before, now))
+    if not old or not new:
+        return ()
+    every = [
+        OperatorChange(
+            name=key[0],
+            kernel=key[1],
+            before_us=old.get(key),
+            now_us=new.get(key),
+            change_us=new.get(key, 0.0) - old.get(key, 0.0),
+        )
+        for key in {**old, **new}
+    ]
+    shown = [c for c in every if abs(c.change_us) >= _LEAST_US]
+    return tuple(sorted(shown, key=lambda c: -abs(c.change_us))[:_MOST_OPERATORS])
+
+
+def _by_operator(d: Diagnosis) -> dict[tuple[str, str], float]:
+    """Return the µs per step and rank by operator and kernel; "" where one of the two is not known."""
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for row in d.operators:
+        for kernel in row.kernels:
+            sums[row.operator or "", kernel.name] += kernel.us
+        if not row.kernels:
+            sums[row.operator or "", ""] += row.us
+    return sums
 
 
 def _kind(k: KernelComparison) -> tuple[str, tuple[int, ...], tuple[int, ...], str | None]:

@@ -22,13 +22,18 @@ from counterpoint.records.diagnosis import (
     Straggler,
     WhatIfStep,
 )
+from counterpoint.records.operators import OperatorTime
 
 if TYPE_CHECKING:
     import polars as pl
 
+_OF_OPERATOR = tuple(name for name in OperatorTime.__struct_fields__ if name != "kernels")
+OPERATOR_COLUMNS = (*_OF_OPERATOR, "kernel", "kernel_count", "kernel_us")
+_TEXTS = ("operator", "shapes", "dtypes", "phase", "module", "stack", "kernel")
+
 
 def frames(diagnosis: Diagnosis) -> dict[str, pl.DataFrame]:
-    """Return a diagnosis as frames `steps`, `per_rank`, `collectives`, `stragglers`, `kernels`, `findings`, `what_if`.
+    """Return a diagnosis as polars frames by name, such as `steps`, `collectives` and `operators`.
 
     Columns are the fields of the records, times are µs. Fields that hold several values become nested columns:
     `wait_us` of a collective is `List[Struct{rank: Int64, us: Float64}]` in order of rank (explode, then unnest: one
@@ -37,8 +42,7 @@ def frames(diagnosis: Diagnosis) -> dict[str, pl.DataFrame]:
     Raises:
         Unsupported: polars is not installed.
     """
-    if find_spec("polars") is None:
-        raise Unsupported("frames need polars, which is not installed: pip install 'counterpoint[frames]'")
+    require_polars("frames need")
     what_if = diagnosis.replay.what_if if diagnosis.replay else ()
     tables: dict[str, tuple[type[Record], Sequence[Record]]] = {
         "steps": (StepTime, diagnosis.steps),
@@ -49,7 +53,31 @@ def frames(diagnosis: Diagnosis) -> dict[str, pl.DataFrame]:
         "findings": (Finding, diagnosis.findings),
         "what_if": (WhatIfStep, what_if),
     }
-    return {name: _frame(record, rows) for name, (record, rows) in tables.items()}
+    operators = operators_frame(diagnosis.operators)
+    return {name: _frame(record, rows) for name, (record, rows) in tables.items()} | {"operators": operators}
+
+
+def require_polars(what: str) -> None:
+    """Raise Unsupported, in a sentence that begins with `what`, if polars is not installed."""
+    if find_spec("polars") is None:
+        raise Unsupported(f"{what} polars, which is not installed: pip install 'counterpoint[frames]'")
+
+
+def operators_frame(operators: Sequence[OperatorTime]) -> pl.DataFrame:
+    """Return operators and their kernels as one table, a polars frame; null: not known."""
+    import polars as pl
+
+    schema = {name: pl.String() if name in _TEXTS else pl.Float64() for name in OPERATOR_COLUMNS}
+    return pl.DataFrame(operator_rows(operators), schema, orient="row")
+
+
+def operator_rows(operators: Sequence[OperatorTime]) -> list[tuple[object, ...]]:
+    """Return a row of `OPERATOR_COLUMNS` for each kernel of each operator, which repeats the operator's figures."""
+    return [
+        (*(getattr(row, name) for name in _OF_OPERATOR), *((one.name, one.count, one.us) if one else (None,) * 3))
+        for row in operators
+        for one in (row.kernels or (None,))
+    ]
 
 
 def _frame(record: type[Record], rows: Sequence[Record]) -> pl.DataFrame:

@@ -28,6 +28,7 @@ class GpuSheet:
     sm: SmLimits  # its SMs and what each of them holds
     tf32_tflops: float | None = None  # dense peaks in tf32 and fp8; None: not in this table, or not supported
     fp8_tflops: float | None = None
+    fp32_tflops: float | None = None  # peak in fp32 without tensor cores; None: not in this table
     memory_gib: float | None = None  # device memory, and its bandwidth; None: not in this table
     memory_gb_per_s: float | None = None
     link_gb_per_s: float | None = None  # NVLink or Infinity Fabric, each direction; None: none, or not all alike
@@ -57,86 +58,88 @@ _OTHER_LINKS = re.compile(r"PCI|\bNVL\b|DGXS", re.IGNORECASE)  # cards with brid
 
 GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is part of the device name
     GpuSheet(
-        name="GB300", bf16_tflops=2500.0, tf32_tflops=1250.0, fp8_tflops=5000.0, sm=_sms(148, HOPPER),
+        name="GB300", bf16_tflops=2500.0, fp32_tflops=80.0, tf32_tflops=1250.0, fp8_tflops=5000.0, sm=_sms(148, HOPPER),
         link_gb_per_s=900.0, memory_gib=277.0, memory_gb_per_s=8000.0, source="NVIDIA GB300 NVL72 data sheet, per GPU",
     ),
     GpuSheet(
-        name="B300", bf16_tflops=2250.0, tf32_tflops=1125.0, fp8_tflops=4500.0, sm=_sms(148, HOPPER),
+        name="B300", bf16_tflops=2250.0, fp32_tflops=75.0, tf32_tflops=1125.0, fp8_tflops=4500.0, sm=_sms(148, HOPPER),
         link_gb_per_s=900.0, memory_gib=268.0, memory_gb_per_s=8000.0,
         source="NVIDIA HGX B300 data sheet, per GPU; 288 GB are 268 GiB",
     ),
     GpuSheet(
-        name="GB200", bf16_tflops=2500.0, tf32_tflops=1250.0, fp8_tflops=5000.0, sm=_sms(148, HOPPER),
+        name="GB200", bf16_tflops=2500.0, fp32_tflops=80.0, tf32_tflops=1250.0, fp8_tflops=5000.0, sm=_sms(148, HOPPER),
         link_gb_per_s=900.0, memory_gib=186.0, memory_gb_per_s=8000.0, watts=1200.0,
         source="NVIDIA GB200 NVL72 data sheet, per GPU",
     ),
     GpuSheet(
-        name="B200", bf16_tflops=2250.0, tf32_tflops=1125.0, fp8_tflops=4500.0, sm=_sms(148, HOPPER),
+        name="B200", bf16_tflops=2250.0, fp32_tflops=75.0, tf32_tflops=1125.0, fp8_tflops=4500.0, sm=_sms(148, HOPPER),
         link_gb_per_s=900.0, memory_gib=180.0, memory_gb_per_s=7700.0, clock_ghz=1.965, watts=1000.0,
         source="NVIDIA HGX B200 data sheet, per GPU",
     ),
-    GpuSheet(name="GH200", bf16_tflops=989.4, sm=HOPPER),
+    GpuSheet(name="GH200", bf16_tflops=989.4, fp32_tflops=67.0, sm=HOPPER),
     GpuSheet(
         name="H200", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER, link_gb_per_s=450.0,
-        memory_gib=141.0, memory_gb_per_s=4800.0, clock_ghz=1.98, watts=700.0,
+        fp32_tflops=67.0, memory_gib=141.0, memory_gb_per_s=4800.0, clock_ghz=1.98, watts=700.0,
         source="NVIDIA H200 data sheet, SXM",
     ),
     GpuSheet(
         name="H100 PCIe", bf16_tflops=756.5, tf32_tflops=378.0, fp8_tflops=1513.0, sm=_sms(114, HOPPER),
-        memory_gib=80.0, memory_gb_per_s=2000.0, source="NVIDIA H100 data sheet, PCIe",
+        fp32_tflops=51.0, memory_gib=80.0, memory_gb_per_s=2000.0, source="NVIDIA H100 data sheet, PCIe",
     ),
     GpuSheet(
-        name="H100 NVL", bf16_tflops=835.5, tf32_tflops=417.5, fp8_tflops=1670.5, sm=HOPPER,
+        name="H100 NVL", bf16_tflops=835.5, fp32_tflops=60.0, tf32_tflops=417.5, fp8_tflops=1670.5, sm=HOPPER,
         memory_gib=94.0, memory_gb_per_s=3900.0, source="NVIDIA H100 data sheet, NVL",
     ),
     GpuSheet(
         name="H100", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER, link_gb_per_s=450.0,
-        memory_gib=80.0, memory_gb_per_s=3350.0, clock_ghz=1.98, watts=700.0,
+        fp32_tflops=67.0, memory_gib=80.0, memory_gb_per_s=3350.0, clock_ghz=1.98, watts=700.0,
         source="NVIDIA H100 data sheet, SXM5",
     ),
     GpuSheet(
         name="H800", bf16_tflops=989.4, tf32_tflops=494.7, fp8_tflops=1978.9, sm=HOPPER, link_gb_per_s=200.0,
-        memory_gib=80.0, memory_gb_per_s=3350.0, clock_ghz=1.98, watts=700.0,
+        fp32_tflops=67.0, memory_gib=80.0, memory_gb_per_s=3350.0, clock_ghz=1.98, watts=700.0,
         source="as NVIDIA H100, SXM5, with 400 GB/s of NVLink",
     ),
     GpuSheet(
         name="H20", bf16_tflops=148.0, tf32_tflops=74.0, fp8_tflops=296.0, sm=_sms(78, HOPPER), link_gb_per_s=450.0,
-        memory_gib=96.0, memory_gb_per_s=4000.0, source="NVIDIA H20 data sheet, SXM",
+        fp32_tflops=44.0, memory_gib=96.0, memory_gb_per_s=4000.0, source="NVIDIA H20 data sheet, SXM",
     ),
     GpuSheet(
-        name="A100", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE, link_gb_per_s=300.0,
+        name="A100", bf16_tflops=312.0, fp32_tflops=19.5, tf32_tflops=156.0, sm=AMPERE, link_gb_per_s=300.0,
         memory_gib=80.0, memory_gb_per_s=2039.0, clock_ghz=1.41, watts=400.0,
         source="NVIDIA A100 data sheet, SXM4 80 GB",
     ),
     GpuSheet(
-        name="A100-40", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE,
+        name="A100-40", bf16_tflops=312.0, fp32_tflops=19.5, tf32_tflops=156.0, sm=AMPERE,
         memory_gib=40.0, memory_gb_per_s=1555.0, clock_ghz=1.41, watts=400.0,
         source="NVIDIA A100 data sheet, SXM4 40 GB",
     ),
     GpuSheet(
-        name="A800", bf16_tflops=312.0, tf32_tflops=156.0, sm=AMPERE, link_gb_per_s=200.0,
+        name="A800", bf16_tflops=312.0, fp32_tflops=19.5, tf32_tflops=156.0, sm=AMPERE, link_gb_per_s=200.0,
         memory_gib=80.0, memory_gb_per_s=2039.0, clock_ghz=1.41, watts=400.0,
         source="NVIDIA A800 data sheet, SXM4 80 GB",
     ),
-    GpuSheet(name="A40", bf16_tflops=149.7, sm=SMALL),
-    GpuSheet(name="A10", bf16_tflops=125.0, sm=_sms(72, SMALL)),
+    GpuSheet(name="A40", bf16_tflops=149.7, fp32_tflops=37.4, sm=SMALL),
+    GpuSheet(name="A10", bf16_tflops=125.0, fp32_tflops=31.2, sm=_sms(72, SMALL)),
     GpuSheet(
-        name="L40S", bf16_tflops=362.0, tf32_tflops=183.0, fp8_tflops=733.0, sm=ADA,
+        name="L40S", bf16_tflops=362.0, fp32_tflops=91.6, tf32_tflops=183.0, fp8_tflops=733.0, sm=ADA,
         memory_gib=45.0, memory_gb_per_s=864.0, clock_ghz=2.52, watts=350.0,
         source="NVIDIA L40S data sheet; 48 GB less those of ECC",
     ),
-    GpuSheet(name="L40", bf16_tflops=181.0, sm=ADA),
-    GpuSheet(name="L4", bf16_tflops=121.0, sm=_sms(58, ADA)),
-    GpuSheet(name="V100", bf16_tflops=125.0, sm=VOLTA, link_gb_per_s=150.0),
+    GpuSheet(name="L40", bf16_tflops=181.0, fp32_tflops=90.5, sm=ADA),
+    GpuSheet(name="L4", bf16_tflops=121.0, fp32_tflops=30.3, sm=_sms(58, ADA)),
+    GpuSheet(name="V100", bf16_tflops=125.0, fp32_tflops=15.7, sm=VOLTA, link_gb_per_s=150.0),
     GpuSheet(
         name="MI325X", bf16_tflops=1307.4, tf32_tflops=653.7, fp8_tflops=2614.9, sm=CDNA, link_gb_per_s=448.0,
+        fp32_tflops=163.4,
         memory_gib=256.0, memory_gb_per_s=6000.0, clock_ghz=2.1, watts=1000.0, source="AMD Instinct MI325X data sheet",
     ),
     GpuSheet(
         name="MI300X", bf16_tflops=1307.4, tf32_tflops=653.7, fp8_tflops=2614.9, sm=CDNA, link_gb_per_s=448.0,
+        fp32_tflops=163.4,
         memory_gib=192.0, memory_gb_per_s=5300.0, clock_ghz=2.1, watts=750.0, source="AMD Instinct MI300X data sheet",
     ),
-    GpuSheet(name="MI250", bf16_tflops=191.5, sm=_sms(104, CDNA)),
+    GpuSheet(name="MI250", bf16_tflops=191.5, fp32_tflops=23.9, sm=_sms(104, CDNA)),
 )  # fmt: skip
 
 

@@ -227,3 +227,58 @@ KERNEL_CAUSES = _by_name(
     ),
     Cause(name="none", short="none"),
 )
+COMPUTE_CAUSES = _by_name(  # `short` names the change that a replay tries
+    Cause(
+        name="unfused_attention",
+        short="attention fused",
+        title="Attention runs as single kernels: a softmax between two batched GEMMs",
+        advice="call torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa'): "
+        "it never writes the scores to memory",
+        advice_without_torch="use a fused kernel of attention (FlashAttention, cuDNN), which never writes the scores",
+    ),
+    Cause(
+        name="elementwise_chains",
+        short="element-wise chains fused",
+        title="Element-wise kernels in a row read and write their tensors each time",
+        advice="torch.compile(model) fuses them; optimizers have fused=True",
+        advice_without_torch="fuse each chain into one kernel",
+    ),
+    Cause(
+        name="fp32_products",
+        short="products in TF32",
+        title="Matrix products in FP32 leave the tensor cores idle",
+        advice="torch.set_float32_matmul_precision('high'), for convolutions torch.backends.cudnn.allow_tf32 = True; "
+        "or torch.autocast('cuda', torch.bfloat16), which multiplies twice as fast again",
+        advice_without_torch="compute in TF32 (CUBLAS_COMPUTE_32F_FAST_TF32) or in bf16",
+    ),
+    Cause(
+        name="layout_copies",
+        short="no casts and copies",
+        title="Casts, copies and changes of layout",
+        advice="keep tensors in the dtype that computes (weights in bf16, or FSDP2's MixedPrecisionPolicy) and in the "
+        "layout that kernels want (.to(memory_format=torch.channels_last) for convolutions); avoid .contiguous() and "
+        "torch.cat on large tensors",
+        advice_without_torch="keep tensors in the dtype and the layout that the kernels want",
+    ),
+    Cause(
+        name="tiny_kernels",
+        short="tiny kernels fused",
+        title="Many kernels of a few µs in a row",
+        advice="torch.compile(model) fuses them, and optimizers have fused=True; larger batches make them longer",
+        advice_without_torch="fuse them, or give each more work",
+    ),
+    Cause(
+        name="partial_waves",
+        short="full waves",
+        title="The last wave of GEMMs leaves SMs idle",
+        advice="choose sizes (tokens per microbatch, padded vocabulary, hidden size) whose number of tiles is a "
+        "multiple of the SMs or a little less",
+    ),
+    Cause(
+        name="far_below_rate",
+        short="slow operators at 40 % of the card's rate",
+        title="Operators run far below the card's rate",
+        advice="begin with the first one named: larger batches, sizes that are multiples of 64, contiguous inputs "
+        "(channels_last for convolutions and batch norm), a fused kernel or a newer library",
+    ),
+)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from counterpoint.records import Record
 from counterpoint.records.nccl import NcclReport
+from counterpoint.records.operators import CardRates, OperatorTime
 
 SCHEMA = "counterpoint.diagnosis/1"
 WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
@@ -350,6 +351,8 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     per_gpu: tuple[GpuAccount, ...] = ()  # of processes that drive several GPUs
     nccl: NcclReport | None = None  # null: no log of NCCL was given
     cost: ExposedCost | None = None  # null: nobody asked
+    operators: tuple[OperatorTime, ...] = ()  # most time first; what is left out stands in the last row
+    card: CardRates | None = None  # null: the GPU is not known
 
     @property
     def has_steps(self) -> bool:
@@ -395,6 +398,12 @@ class KernelChange(Change, frozen=True, kw_only=True):
     slowdown: float
 
 
+class OperatorChange(Change, frozen=True, kw_only=True):
+    """Holds the µs per step and rank of a kernel of an operator in both runs; `name` is the operator."""
+
+    kernel: str
+
+
 class Comparison(Record, frozen=True, kw_only=True):
     """Compares a run with an earlier run; every list has the largest growth first.
 
@@ -415,6 +424,7 @@ class Comparison(Record, frozen=True, kw_only=True):
     exposed: tuple[Change, ...]  # by operation
     late: tuple[Change, ...]  # by rank: how long the others waited for it
     kernels: tuple[KernelChange, ...]  # those that became slower, by name
+    operators: tuple[OperatorChange, ...] = ()  # largest change first
 
 
 WATCH_SCHEMA = "counterpoint.watch/1"

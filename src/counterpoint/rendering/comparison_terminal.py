@@ -9,6 +9,7 @@ from rich.console import Console
 
 from counterpoint.records.diagnosis import Change, Comparison, KernelChange
 from counterpoint.rendering import formatting as say
+from counterpoint.rendering.operator_tables import operator_changes_table
 from counterpoint.rendering.print_table import line, print_tables
 from counterpoint.rendering.table import Column, Table
 
@@ -16,8 +17,8 @@ MAX_ROWS = 8
 MAX_NAME = 44  # fits beside the figures in 80 columns
 
 
-def render_comparison(compared: Comparison, console: Console) -> None:
-    """Print what changed between two runs, in ms per step, and as the last line the verdict."""
+def render_comparison(compared: Comparison, console: Console, *, operators: int = 0) -> None:
+    """Print what changed between two runs, in ms per step, with at most `operators` operators, and last the verdict."""
     hidden = f"hidden: {say.percent(compared.hidden_before)} before, {say.percent(compared.hidden_now)} now"
     idle = [replace(change, name=say.IDLE_CAUSES.get(change.name, change.name)) for change in compared.idle]
     parts = [replace(compared.step, name="step"), *compared.parts]
@@ -28,6 +29,7 @@ def render_comparison(compared: Comparison, console: Console) -> None:
         _changes("Exposed communication", "by operation", compared.exposed),
         _changes("Ranks that make others wait", "", compared.late),
         _changes("Kernels that became slower", "", compared.kernels),
+        *([operator_changes_table(compared.operators, operators)] if operators else []),
         Table(title="Notes", notes=compared.notes),
     )
     print_tables(tables, console)

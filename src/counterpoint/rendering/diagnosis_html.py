@@ -30,6 +30,7 @@ from counterpoint.rendering.diagnosis_tables import (
     stragglers_table,
 )
 from counterpoint.rendering.nccl_tables import nccl_remarks_table, nccl_tables
+from counterpoint.rendering.operator_tables import ON_PAGE, operators_table
 from counterpoint.rendering.safe_html import Page, clean, write_page
 from counterpoint.rendering.table import Cell, Column, Table, row
 
@@ -84,6 +85,7 @@ def _page(diagnosis: Diagnosis) -> Page:
     if totals.mfu is not None:
         last = ("model FLOPs utilisation", say.percent(totals.mfu), "")
     made = (
+        operators_table(diagnosis, ON_PAGE),
         stragglers_table(diagnosis),
         replay_table(diagnosis),
         kernels_table(diagnosis),

@@ -18,6 +18,7 @@ from counterpoint.records.hang import GroupState, Hang
 from counterpoint.records.nccl import NcclRemark
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.diagnosis_tables import budget_table, verbose_tables
+from counterpoint.rendering.operator_tables import operators_table
 from counterpoint.rendering.print_table import QUIET, below, heading, line, print_tables, text
 from counterpoint.rendering.table import Column, Table
 
@@ -29,14 +30,16 @@ MAX_GROUPS = 4
 MAX_RANKS_OF_HANG = 32
 
 
-def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False) -> None:
+def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False, operators: int = 0) -> None:
     """Print the summary of a diagnosis, which ends with the verdict and remedies; `verbose`: all tables and reasons.
 
-    Totals are milliseconds per step.
+    Totals are milliseconds per step. The table of operators has at most `operators` rows; 0: there is none.
     """
     console.print(text(_scope(diagnosis), QUIET))
     of_ranks = budget_table(diagnosis, MAX_RANKS)
     more = verbose_tables(diagnosis) if verbose else []
+    if operators and (of_operators := operators_table(diagnosis, operators)):
+        more.append(of_operators)
     remarks = Table(title="Notes", notes=diagnosis.notes)
     print_tables([*([of_ranks] if of_ranks else []), *more, remarks], console)
     console.print()
@@ -88,7 +91,7 @@ def _remarks(remarks: Sequence[NcclRemark], console: Console, *, verbose: bool) 
     """Print what is wrong by NCCL's logs, each with its remedy; without `verbose` only the first ones."""
     console.print()
     heading(console, "What NCCL's log says", "")
-    for remark in remarks if verbose else remarks[:MAX_FINDINGS]:
+    for remark in remarks if verbose else remarks[:MAX_REMEDIES]:
         console.print(Text.assemble("· ", text(remark.title, "bold", 200)))
         below(console, "→ " + (remark.advice if verbose else _first_sentence(remark.advice)))
         below(console, remark.evidence, QUIET, None if verbose else SHORT_LINES)

@@ -73,20 +73,21 @@ _OPS = (  # the first match counts: longer names stand before the names that the
 _REMEMBERED = 1 << 12  # names whose result is cached: the ranks of a job have the same names
 _GEMM = ("gemm", "nvjet", "cutlass", "xmma", "sm90_", "sm80_", "Cijk_", "wgmma", "matmul", "ampere_", "hopper_")
 _HOST_GEMM = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear"))
+_VALUED = re.compile(r"conv|attention|flash_attn", re.I)
 _NOT_GEMM = re.compile(r"splitk\w*reduce|reduce_kernel|flash|fmha|sdpa|attention", re.I)
 _KNOWN_OPS = frozenset(op for op, _ in _OPS)
 _DTYPE_BYTES = {
     "double": 8, "float64": 8, "long": 8, "long int": 8, "int64": 8, "complexfloat": 8, "complexdouble": 16,
     "float": 4, "float32": 4, "int": 4, "int32": 4, "uint32": 4, "complexhalf": 4,
     "half": 2, "float16": 2, "bfloat16": 2, "short": 2, "int16": 2, "uint16": 2,
-    "char": 1, "int8": 1, "byte": 1, "uint8": 1, "bool": 1,
+    "char": 1, "int8": 1, "byte": 1, "unsigned char": 1, "signed char": 1, "uint8": 1, "bool": 1,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 
 _TORCH_DTYPES = {  # dtypes whose C++ name differs from torch's
     "double": "float64", "float": "float32", "half": "float16", "long": "int64", "long int": "int64", "int": "int32",
-    "short": "int16", "char": "int8", "byte": "uint8", "complexfloat": "complex64", "complexdouble": "complex128",
-    "complexhalf": "complex32",
+    "short": "int16", "char": "int8", "signed char": "int8", "byte": "uint8", "unsigned char": "uint8",
+    "complexfloat": "complex64", "complexdouble": "complex128", "complexhalf": "complex32",
 }  # fmt: skip
 
 
@@ -103,6 +104,11 @@ def is_matmul(name: str) -> bool:
 def is_host_matmul(name: str) -> bool:
     """Return whether a host operation is a matrix product (`aten::mm`), as found in traces without GPU activity."""
     return name in _HOST_GEMM
+
+
+def has_valued_inputs(name: str) -> bool:
+    """Return whether the work of a host operation depends on strides, paddings or masks among its inputs."""
+    return bool(_VALUED.search(name)) and "::" in name
 
 
 def is_gemm_kernel(name: str) -> bool:

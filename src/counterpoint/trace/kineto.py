@@ -31,7 +31,9 @@ from counterpoint.trace.timeline import (
     GpuOps,
     HostKind,
     HostOps,
+    Intern,
     Kind,
+    OperatorInputs,
     Timeline,
     join_launches,
     sorted_gpu,
@@ -148,18 +150,30 @@ def _no_events(columns: Columns) -> str:
     return f"no events of PyTorch: their categories (cat) are missing ({shown}), as in traces of other programs"
 
 
-def _matmul_dtypes(columns: Columns) -> dict[int, str]:
-    """Return the dtype of the first input of matmuls, by the index of their input shapes; omit unknown dtypes."""
-    found = {}
-    for shape, raw in columns.matmul_types.items():
-        try:
-            types = msgspec.json.decode(raw, type=list[Any]) if raw else []
-        except msgspec.DecodeError:
-            continue
-        dtype = classify.torch_dtype(types[0]) if types and isinstance(types[0], str) else None
-        if dtype is not None:
-            found[shape] = dtype
-    return found
+def _matmul_dtypes(columns: Columns, host: dict[str, Any], shape: Any) -> dict[int, str]:
+    """Return the dtype of the first input of matmuls by the index of their shapes; omit unknown and several dtypes.
+
+    `shape` has the index of the shapes for each entry of `columns.inputs`.
+    """
+    if not host:
+        return {}
+    matmul = np.array([classify.is_host_matmul(name) for name in columns.names], bool)
+    used = np.unique(host["inputs"][matmul[host["name"]] & (host["inputs"] > 0)]).tolist()
+    stated = tuple(columns.inputs)
+    found: dict[int, set[str | None]] = {}
+    for at in used:
+        if shape[at] > 0:
+            found.setdefault(int(shape[at]), set()).add(_first_dtype(stated[at][1]))
+    return {at: dtype for at, dtypes in found.items() if len(dtypes) == 1 and (dtype := next(iter(dtypes))) is not None}
+
+
+def _first_dtype(types: bytes) -> str | None:
+    """Return torch's name of the first of the dtypes in a JSON list; None if it is unknown."""
+    try:
+        listed = msgspec.json.decode(types, type=list[Any]) if types else []
+    except msgspec.DecodeError:
+        return None
+    return classify.torch_dtype(listed[0]) if listed and isinstance(listed[0], str) else None
 
 
 def _timeline(
@@ -172,16 +186,18 @@ def _timeline(
 ) -> Timeline:
     """Return the timeline of one process's events; empty `host` on the way, to save memory."""
     names = tuple(columns.names)
-    shapes = tuple("".join(s.decode("utf-8", "replace").split()) for s in columns.shapes)
+    shapes = Intern({b"": 0})
+    shape = np.array([shapes[dims] for dims, *_ in columns.inputs], np.int32)  # of each entry of `inputs`
     device = _commonest(gpu["device"]) if gpu else 0
+    dtypes = _matmul_dtypes(columns, host, shape)
     if gpu:
-        _finish_gpu(gpu, host, columns, names)
+        _finish_gpu(gpu, host, columns, names, shape)
         gpu_ops, host_ops = sorted_gpu(gpu), sorted_host(host)
     else:
         order = np.lexsort((-host["end"], host["start"]))
-        described, shaped = host["info"][order], host["shape"][order]
+        described, given = host["info"][order], host["inputs"][order]
         host_ops = sorted_host(host)
-        gpu_ops = _device_ops_of_host(host_ops, names, columns.infos, described, shaped)
+        gpu_ops = _device_ops_of_host(host_ops, names, columns.infos, described, given, shape)
     stated = header.get("distributedInfo")  # rank, world_size, backend, nccl_version, ... as c10d states them
     info = stated if isinstance(stated, dict) else {}
     base_ns = _whole(header.get("baseTimeNanoseconds")) or 0  # what `ts` counts from, since 1970; 0 before 2024
@@ -203,8 +219,9 @@ def _timeline(
         if used
         else Device(name="cpu"),
         names=names,
-        shapes=shapes,
-        matmul_dtypes=_matmul_dtypes(columns),
+        shapes=tuple(map(_compact, shapes)),
+        inputs=tuple(OperatorInputs(*map(_compact, stated)) for stated in columns.inputs),
+        matmul_dtypes=dtypes,
         gpu=gpu_ops,
         host=host_ops,
         collectives=_described(tuple(columns.infos), info),
@@ -215,6 +232,11 @@ def _timeline(
 def _without_times(gpu: GpuOps) -> tuple[str, ...]:
     none = int((gpu.end <= gpu.start).sum())
     return (f"{none} of {len(gpu)} operations have no duration: their work is unknown",) if none > len(gpu) / 2 else ()
+
+
+def _compact(stated: bytes) -> str:
+    """Return JSON text without white space between values, so that equal inputs compare as equal."""
+    return "".join(stated.decode("utf-8", "replace").split())
 
 
 def _odd_arguments(columns: Columns) -> tuple[str, ...]:
@@ -256,8 +278,10 @@ def _commonest(devices: Any) -> int:
     return int(numbers[counts.argmax()]) if len(numbers) else 0
 
 
-def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, names: tuple[str, ...]) -> None:
-    """Add kind, grid, launch, shapes and collective metadata to the GPU operations in `gpu`."""
+def _finish_gpu(
+    gpu: dict[str, Any], host: dict[str, Any], columns: Columns, names: tuple[str, ...], shape: Any
+) -> None:
+    """Add kind, grid, launch, operator, shapes and collective metadata to the GPU operations in `gpu`."""
     dims = np.array([_dims(text) for text in columns.grids], np.int32).reshape(-1, 3)
     gpu["grid"], gpu["block"] = dims[gpu["grid"]], dims[gpu["block"]]
     described = columns.names.get(PARAM_COMMS, -1)
@@ -278,16 +302,22 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
     devices = gpu.pop("device")
     if len(np.unique(devices[devices >= 0])) > 1:  # devices of one process use the same stream numbers
         gpu["stream"] = gpu["stream"] + (devices.astype(np.int64) << DEVICE_BITS)
-    external = gpu.pop("external")
-    gpu["shape"] = np.full(len(external), -1, np.int32)
     join_launches(gpu, host)
+    external = gpu.pop("external")
+    gpu["operator"], gpu["inputs"], gpu["call"] = (np.full(len(external), -1, np.int32) for _ in range(3))
     if host:
-        ops = np.flatnonzero((host["kind"] == HostKind.OP) & (host["external"] >= 0) & (host["shape"] > 0))
+        ops = np.flatnonzero((host["kind"] == HostKind.OP) & (host["external"] >= 0))
         order = ops[np.argsort(host["external"][ops], kind="stable")]
         if len(order):
             keys = host["external"][order]
             at = np.clip(np.searchsorted(keys, external), 0, len(keys) - 1)
-            gpu["shape"] = np.where(keys[at] == external, host["shape"][order[at]], -1).astype(np.int32)
+            row = np.where((keys[at] == external) & (external >= 0), order[at], -1)
+            for name, values in (("operator", host["name"]), ("inputs", host["inputs"])):
+                gpu[name] = np.where(row >= 0, values[row], -1).astype(np.int32)
+            gpu["call"] = row
+    gpu["call"] = gpu["call"].astype(np.int64)
+    gpu["shape"] = np.where(gpu["inputs"] > 0, shape[gpu["inputs"]], 0)
+    gpu["shape"] = np.where(gpu["shape"] > 0, gpu["shape"], -1).astype(np.int32)
 
 
 def _dims(text: bytes) -> tuple[int, int, int]:
@@ -338,14 +368,19 @@ def _device_of(header: dict[str, Any], device: int) -> Device:
 
 
 def _device_ops_of_host(
-    host: HostOps, names: tuple[str, ...], infos: list[CollectiveInfo], info_of_row: Any, shape_of_row: Any
+    host: HostOps,
+    names: tuple[str, ...],
+    infos: list[CollectiveInfo],
+    info_of_row: Any,
+    inputs_of_row: Any,
+    shape_of_inputs: Any,
 ) -> GpuOps:
     """Return the host's compute and communication in the form of GPU operations, for a rank without a GPU.
 
     Communication is what the backend's threads report (`gloo:all_reduce`) or, failing that, c10d's
     `record_param_comms`; compute is every outermost `aten::` operation (what encloses these may wait inside).
-    `info_of_row` and `shape_of_row` have an index into `infos` and into the shapes for each host range, -1 and 0 where
-    it has none.
+    `info_of_row` and `inputs_of_row` have an index into `infos` and into the inputs for each host range, -1 or 0 where
+    it has none; `shape_of_inputs` has the index of the shapes of each entry of the inputs.
     """
     backend = np.array([n.startswith(("gloo:", "mpi:", "ucc:")) for n in names], bool)[host.name]
     params = np.array([n == PARAM_COMMS for n in names], bool)[host.name]
@@ -359,6 +394,8 @@ def _device_ops_of_host(
     is_comm = np.isin(rows, comm)
     info = _nearest_info(host, names, infos, info_of_row, rows, is_comm)
     count = len(rows)
+    given = np.where(is_comm, -1, inputs_of_row[rows]).astype(np.int32)
+    shape = np.where(given > 0, shape_of_inputs[given], 0)
     return GpuOps(
         start=host.start[rows], end=host.end[rows], name=host.name[rows],
         kind=np.where(is_comm, Kind.COMM, Kind.COMPUTE).astype(np.uint8),
@@ -366,7 +403,8 @@ def _device_ops_of_host(
         launch_start=np.full(count, np.nan), launch_end=np.full(count, np.nan),
         launch_thread=host.thread[rows], grid=np.zeros((count, 3), np.int32), block=np.zeros((count, 3), np.int32),
         regs=np.zeros(count, np.int32), smem=np.zeros(count, np.int64), bytes=np.full(count, -1, np.int64),
-        shape=np.where((shape_of_row[rows] > 0) & ~is_comm, shape_of_row[rows], -1).astype(np.int32), collective=info,
+        shape=np.where(shape > 0, shape, -1).astype(np.int32), collective=info,
+        operator=np.where(is_comm, -1, host.name[rows]).astype(np.int32), inputs=given, call=rows.astype(np.int64),
     )  # fmt: skip
 
 

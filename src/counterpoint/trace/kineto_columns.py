@@ -61,6 +61,8 @@ class EventArgs(msgspec.Struct, gc=False):
     process: Any = msgspec.field(default=None, name="name")  # of metadata events, such as `process_name`
     dims: msgspec.Raw = msgspec.field(default=_RAW, name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=_RAW, name="Input type")
+    concrete: msgspec.Raw = msgspec.field(default=_RAW, name="Concrete Inputs")
+    sequence: Int | None = msgspec.field(default=None, name="Sequence number")
     waits_for: Int | None = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
     waits_on: Int | None = msgspec.field(default=None, name="wait_on_stream")
     collective: str | None = msgspec.field(default=None, name="Collective name")
@@ -135,19 +137,19 @@ _WHOLE = re.compile(rb'"?(-?\d{1,18})\.0*"?')
 
 
 class EventNames(Intern[str]):
-    """Numbers the names of events, and lists the numbers of matmuls and collectives, whose arguments the reader needs.
+    """Numbers the names of events, and lists those of convolutions, attention and collectives: more is read of them.
 
     A trace has few names and many events, so each name is looked at once.
     """
 
     def __init__(self) -> None:
-        self.matmuls: list[int] = []  # numbers of names of matmuls on the host
+        self.valued: list[int] = []  # numbers of names of operations whose work depends on numbers among their inputs
         self.calls: list[int] = []  # numbers of names of collectives of c10d or gloo
 
     def __missing__(self, name: str) -> int:
         number = super().__missing__(name)
-        if classify.is_host_matmul(name):
-            self.matmuls.append(number)
+        if classify.has_valued_inputs(name):
+            self.valued.append(number)
         elif name.startswith((PARAM_COMMS, _C10D, _GLOO)):
             self.calls.append(number)
         return number
@@ -168,8 +170,8 @@ class Columns:
 
     categories: Categories = field(default_factory=Categories)
     names: EventNames = field(default_factory=EventNames)
-    shapes: Intern[bytes] = field(default_factory=lambda: Intern({b"": 0}))  # 0: none
-    matmul_types: dict[int, bytes] = field(default_factory=dict)  # input dtypes by index of shapes; b"": several
+    # shapes, dtypes and values of an operation's inputs; 0: none
+    inputs: Intern[tuple[bytes, bytes, bytes]] = field(default_factory=lambda: Intern({(b"", b"", b""): 0}))
     grids: Intern[bytes] = field(default_factory=Intern)
     threads: Intern[tuple[Any, ...]] = field(default_factory=Intern)
     lanes: Intern[tuple[Any, ...]] = field(default_factory=Intern)  # (pid, tid) of GPU operations
@@ -216,11 +218,6 @@ class Columns:
         if self.comm_rank is None and args.comm_rank is not None and (args.group_desc or "default_pg") == "default_pg":
             self.comm_rank = args.comm_rank
         return len(self.infos) - 1
-
-    def note_types(self, shape: int, types: bytes) -> None:
-        """Record a matmul's input dtypes under the index of its shapes; mark shapes that occur with several dtypes."""
-        if self.matmul_types.setdefault(shape, types) != types:
-            self.matmul_types[shape] = b""
 
 
 def _args_of(raw: msgspec.Raw, odd: Counter[str]) -> EventArgs | None:
@@ -353,23 +350,24 @@ def _absorb_gpu(
 def _absorb_host(
     columns: Columns, into: dict[str, list[Any]], events: list[KinetoEvent], ts: Any, dur: Any, kind: Any
 ) -> None:
-    names, shapes = columns.names, columns.shapes
-    external, correlation, stream, waits_for, waits_on = (np.full(len(events), -1, np.int64) for _ in range(5))
-    shape = np.full(len(events), -1, np.int32)
+    names, inputs = columns.names, columns.inputs
+    external, correlation, stream, waits_for, waits_on, sequence = (
+        np.full(len(events), -1, np.int64) for _ in range(6)
+    )
+    given = np.full(len(events), -1, np.int32)
     rows = np.flatnonzero(kind == HostKind.OP)
     ops = [events[i].args or _NO_ARGS for i in rows.tolist()]
     external[rows] = _externals(ops)
-    shape[rows] = [shapes[bytes(a.dims)] for a in ops]
+    sequence[rows] = [-1 if a.sequence is None else a.sequence for a in ops]
+    name = np.array([names[e.name or ""] for e in events], np.int32)
+    values = {i: bytes(ops[i].concrete) for i in names.rows(name[rows], names.valued)}
+    given[rows] = [inputs[bytes(a.dims), bytes(a.types), values.get(i, b"")] for i, a in enumerate(ops)]
     rows = np.flatnonzero((kind == HostKind.RUNTIME) | (kind == HostKind.SYNC))
     calls = [events[i].args or _NO_ARGS for i in rows.tolist()]
     correlation[rows] = [-1 if a.correlation is None else a.correlation for a in calls]
     for i in np.flatnonzero(kind == HostKind.SYNC).tolist():
         a = events[i].args or _NO_ARGS
         stream[i], waits_for[i], waits_on[i] = _first(a.stream), _first(a.waits_for), _first(a.waits_on)
-    name = np.array([names[e.name or ""] for e in events], np.int32)
-    for row in names.rows(name, names.matmuls):
-        if shape[row] > 0:
-            columns.note_types(int(shape[row]), bytes((events[row].args or _NO_ARGS).types))
     _put(
         into,
         start=ts,
@@ -382,8 +380,9 @@ def _absorb_host(
         stream=stream,
         waits_for=waits_for,
         waits_on=waits_on,
+        sequence=sequence,
         info=_described_calls(columns, events, name),
-        shape=shape,
+        inputs=given,
     )
 
 

@@ -30,6 +30,7 @@ from counterpoint.trace.timeline import (
     HostOps,
     Intern,
     Kind,
+    OperatorInputs,
     Timeline,
 )
 
@@ -86,7 +87,8 @@ def _read(export: Export, path: Path) -> list[Timeline]:
     launch, gpu["globalPid"] = _launches(gpu["globalPid"], gpu["correlationId"], runtime)
     calls = nccl_calls(export, nvtx, names)
     gpu["collective"], collectives = _collectives(gpu, runtime, launch, calls)
-    gpu["shape"] = _shapes(nvtx, runtime, launch)
+    gpu["shape"], gpu["call"] = _operators(nvtx, runtime, launch)
+    gpu["operator"] = np.where(gpu["call"] >= 0, nvtx.name[gpu["call"]], -1) if len(nvtx.name) else gpu["call"]
     host = _merge(runtime, _syncs(export, names, runtime), _annotations(nvtx))
     host = _select(host, np.lexsort((-host.end, host.start)))
     first = min(int(times[0]) for times in (gpu["start"], host.start) if len(times))
@@ -257,16 +259,24 @@ def _launches(process: I64, correlation: I64, runtime: _HostTable) -> tuple[I64,
     return _join(process, correlation, to_process, runtime.correlation), process
 
 
-def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
-    """Return, per GPU operation, the index of the input shapes of the innermost NVTX range around its launch, or -1."""
-    found = np.full(len(launch), -1, np.int64)
-    shaped = np.flatnonzero((nvtx.shape >= 0) & (nvtx.nests == 1))
+def _operators(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> tuple[I64, I64]:
+    """Find the operator that launched each GPU operation.
+
+    Returns:
+        The input shapes of the innermost range around the launch that has any, and the row of the innermost operator's
+        range; -1: there is none.
+    """
+    shape, call = np.full(len(launch), -1, np.int64), np.full(len(launch), -1, np.int64)
     known = np.flatnonzero(launch >= 0)
+    thread, start = runtime.thread[launch[known]], runtime.start[launch[known]]
+    nests = nvtx.nests == 1
+    shaped, operators = np.flatnonzero((nvtx.shape >= 0) & nests), np.flatnonzero((nvtx.kind == HostKind.OP) & nests)
     if len(shaped) and len(known):
-        call = launch[known]
-        inner = innermost(nvtx, shaped, runtime.thread[call], runtime.start[call])
-        found[known] = np.where(inner >= 0, nvtx.shape[inner], -1)
-    return found
+        inner = innermost(nvtx, shaped, thread, start)
+        shape[known] = np.where(inner >= 0, nvtx.shape[inner], -1)
+    if len(operators) and len(known):
+        call[known] = innermost(nvtx, operators, thread, start)
+    return shape, call
 
 
 def _collectives(
@@ -325,6 +335,7 @@ class _Builder:
             job={} if device.name is None else {"gpu": device.name},
             path=str(self.path), format="nsys", events=len(rows) + len(host.start), origin_ns=self.origin_ns,
             device=device, names=self.names, shapes=self.shapes,
+            inputs=tuple(OperatorInputs(shapes, "", "") for shapes in ("", *self.shapes)),
             gpu=self._gpu(rows, threads, (collective - skip).astype(np.int32)),
             host=HostOps(
                 start=self._us(host.start), end=self._us(host.end), name=host.name, kind=host.kind,
@@ -354,6 +365,7 @@ class _Builder:
             grid=_xyz(gpu, "grid"), block=_xyz(gpu, "block"),
             regs=gpu["registersPerThread"].astype(np.int32), smem=gpu["smem"], bytes=gpu["bytes"],
             shape=gpu["shape"].astype(np.int32), collective=collective, cluster=self._clusters(gpu),
+            operator=gpu["operator"].astype(np.int32), inputs=(gpu["shape"] + 1).astype(np.int32), call=gpu["call"],
         )  # fmt: skip
 
     def _clusters(self, gpu: dict[str, I64]) -> I32 | None:

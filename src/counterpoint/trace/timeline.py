@@ -100,9 +100,21 @@ class GpuOps:
     shape: I32  # into Timeline.shapes (input shapes of the launching operation); -1: unknown
     collective: I32  # into Timeline.collectives; -1: none
     cluster: I32 | None = None  # blocks of a cluster, 0: launched without; None: the trace does not hold them
+    operator: I32 | None = None  # into Timeline.names: the host operation that launched it; -1: unknown
+    inputs: I32 | None = None  # into RankFacts.inputs: that operation's inputs; -1: unknown
+    call: I64 | None = None  # equal for all GPU operations of one call of that operation; -1: unknown
 
     def __len__(self) -> int:
         return len(self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorInputs:
+    """Holds the inputs of a host operation as the trace states them: lists in JSON; "": not stated."""
+
+    shapes: str  # "[[4096,1024],[1024,512],[]]"
+    dtypes: str  # "[\"c10::BFloat16\",\"c10::BFloat16\",\"Scalar\"]"
+    values: str  # of scalars and lists of scalars; only for convolutions and attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +130,7 @@ class HostOps:
     stream: I64  # SYNC: the stream that waits; -1: none
     waits_for: I64  # SYNC: correlation of the cudaEventRecord call of the awaited event; -1: not stated
     waits_on: I64  # SYNC: the stream on which that event was recorded; -1: not stated
+    sequence: I64 | None = None  # OP: number that autograd gives a forward operation and its gradient; -1: none
 
     def __len__(self) -> int:
         return len(self.start)
@@ -141,6 +154,7 @@ class RankFacts:
     priorities: dict[int, int] = field(default_factory=dict)  # of streams: lower goes first; empty: not in the trace
     # torch's name of the dtype of matmuls by their index into `shapes`; unknown or ambiguous dtypes are left out
     matmul_dtypes: dict[int, str] = field(default_factory=dict)
+    inputs: tuple[OperatorInputs, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,11 +228,12 @@ def sorted_host(columns: dict[str, Any]) -> HostOps:
     Removes the columns from `columns`, so that a large trace is not in memory twice.
     """
     types = {"start": np.float64, "end": np.float64, "name": np.int32, "kind": np.uint8, "thread": np.int32,
-             "correlation": np.int64, "stream": np.int64, "waits_for": np.int64, "waits_on": np.int64}  # fmt: skip
+             "correlation": np.int64, "stream": np.int64, "waits_for": np.int64, "waits_on": np.int64,
+             "sequence": np.int64}  # fmt: skip
     if not columns:
         return HostOps(**{name: np.empty(0, kind) for name, kind in types.items()})
     order = np.lexsort((-columns["end"], columns["start"]))
-    unused = [name for name in ("stream", "waits_for", "waits_on") if not (columns[name] >= 0).any()]
+    unused = [name for name in ("stream", "waits_for", "waits_on", "sequence") if not (columns[name] >= 0).any()]
     for name in unused:  # one value takes the place of a column in which every row has it
         columns[name] = np.broadcast_to(np.int64(-1), len(order))
     return HostOps(

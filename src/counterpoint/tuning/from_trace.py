@@ -22,8 +22,9 @@ from msgspec.structs import replace
 
 from counterpoint.diagnosis.analysis.kernels import find_blocked
 from counterpoint.diagnosis.api import read_ranks
-from counterpoint.diagnosis.reading.digest import RankDigest, matrix_product
+from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.diagnosis.reading.intervals import Intervals
+from counterpoint.diagnosis.reading.operator_work import matrix_product
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.errors import Misconfigured
 from counterpoint.records.measurement import LEGS, Order

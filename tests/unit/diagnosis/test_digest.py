@@ -2,7 +2,7 @@
 
 import pytest
 
-from counterpoint.diagnosis.reading.digest import matrix_product
+from counterpoint.diagnosis.reading.operator_work import matrix_product
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from counterpoint.diagnosis.frames import frames
 from counterpoint.errors import Unsupported
 from counterpoint.records.diagnosis import Collective, Diagnosis
 
-KEYS = ["steps", "per_rank", "collectives", "stragglers", "kernels", "findings", "what_if"]
+KEYS = ["steps", "per_rank", "collectives", "stragglers", "kernels", "findings", "what_if", "operators"]
 
 
 def test_keys(training: Diagnosis) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from counterpoint.diagnosis.analysis import accounts
 from counterpoint.diagnosis.analysis.accounts import Activity, Waits
+from counterpoint.diagnosis.analysis.compute_losses import ComputeLoss, compute_losses
 from counterpoint.diagnosis.analysis.experts import (
     EXPERTS,
     ExpertImbalance,
@@ -20,11 +21,13 @@ from counterpoint.diagnosis.analysis.experts import (
 )
 from counterpoint.diagnosis.analysis.idle import RankIdle, hosts_known, idle_of_ranks, summarise_idle
 from counterpoint.diagnosis.analysis.kernels import Blocked, KernelSet, compare_overlap, find_blocked
+from counterpoint.diagnosis.analysis.operators import card_rates, operator_times
 from counterpoint.diagnosis.analysis.replay import INDEPENDENT_STREAMS, LAUNCH_ORDER, replay
 from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
 from counterpoint.diagnosis.analysis.stream_order import find_stream_order
 from counterpoint.diagnosis.analysis.unrecorded import Unrecorded, find_unrecorded
 from counterpoint.diagnosis.reading.traced_job import TracedJob, TracedStack, traced_stack
+from counterpoint.records.causes import COMPUTE_CAUSES
 from counterpoint.records.diagnosis import (
     Account,
     Collective,
@@ -35,6 +38,7 @@ from counterpoint.records.diagnosis import (
     Replay,
     Straggler,
 )
+from counterpoint.records.operators import CardRates, OperatorTime
 from counterpoint.trace.timeline import F64, Bools
 
 _SAVED_SHARE = 0.1  # of the delay by stalls: a stand-in that saves less has waited as long itself
@@ -130,6 +134,21 @@ class Analysis:
         return compare_overlap(self.job, self.busy)
 
     @cached_property
+    def card(self) -> CardRates | None:
+        """Return what the GPU of the lowest rank can do; None for a CPU and an unknown GPU."""
+        return card_rates(self.job.digests[0].device)
+
+    @cached_property
+    def operators(self) -> tuple[OperatorTime, ...]:
+        """Return the GPU time of a step by operator, inputs and place, most time first."""
+        return operator_times(self.job, self.card)
+
+    @cached_property
+    def compute_losses(self) -> tuple[ComputeLoss, ...]:
+        """Return the causes for which kernels take longer than this GPU needs for their work."""
+        return compute_losses(self.job, self.card, self.step_us)
+
+    @cached_property
     def blocked(self) -> tuple[Blocked, ...]:
         """Return the collectives that waited because a kernel held every SM, not because streams share one queue."""
         order = self.stream_order
@@ -177,6 +196,7 @@ class Analysis:
             stack=self.stack,
             hosts_known=hosts_known(self.idle),
             collective_waits=self._collective_waits(),
+            compute_us={COMPUTE_CAUSES[loss.cause].short: loss.without_us for loss in self.compute_losses},
         )
 
     @cached_property

@@ -21,6 +21,7 @@ explains; only where that is too little (a trace without launches, say) such wai
   of copies, which return when the host has copied, do not count as stalls.
 - no copies: copies between host and GPU, and the calls that start them, take no time.
 - no FSDP2 copies: copies between parameters and the buffers of FSDP2's collectives take no time.
+- element-wise chains fused, products in TF32 and other changes of compute (`compute_losses.py`): shorter kernels.
 - zero-SM collectives: copy engines move what NCCL's kernels move (`zero_sm.py`).
 """
 
@@ -40,7 +41,7 @@ from counterpoint.diagnosis.analysis.replay_graph import (
     not_held,
     of_operations,
     since_host,
-    without_contention,
+    with_durations,
 )
 from counterpoint.diagnosis.analysis.simulation import simulate, simulate_all
 from counterpoint.diagnosis.analysis.zero_sm import fsdp2_copies, without_fsdp2_copies, zero_sm
@@ -69,6 +70,7 @@ def replay(
     stack: TracedStack | None = None,
     hosts_known: bool = True,
     collective_waits: str | None = None,
+    compute_us: Mapping[str, Sequence[F64]] | None = None,
     limit: int = _LIMIT,
 ) -> Replay | None:
     """Replay consecutive whole steps around the middle of the trace, unchanged and with each change.
@@ -83,6 +85,7 @@ def replay(
         stack: hardware and software that the trace shows; None: zero-SM collectives are not tried.
         hosts_known: whether host activity was recorded; if not, hosts that are free or do not stall are not tried.
         collective_waits: the result's `collective_waits`: joined, partly_joined or as_measured.
+        compute_us: by name of a change, per column and GPU operation, how long it would then run; NaN: as measured.
         limit: most GPU operations of the replayed steps over all ranks; at least one step is replayed.
 
     Returns:
@@ -101,7 +104,7 @@ def replay(
     if typical:
         what_if["no straggler"] = _no_straggler(graph, typical, hosts)
     if alone_us is not None:
-        what_if["no contention"] = without_contention(graph, alone_us)
+        what_if["no contention"] = with_durations(graph, alone_us)
     late: F64 = np.zeros(len(graph.row))
     if suspected_us is not None:
         late = np.minimum(of_operations(graph, suspected_us, 0.0), graph.duration)
@@ -119,6 +122,7 @@ def replay(
         what_if |= _of_hosts(graph, job, ends, hosts)
     if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _LEAST_COPY_SHARE * graph.window_us.max():
         what_if["no copies"] = _no_copies(graph, job, hosts)
+    what_if |= {name: with_durations(graph, durations) for name, durations in (compute_us or {}).items()}
     what_if |= _without_sms(graph, job, stack, alone_us, held.get(LAUNCH_ORDER), hosts)
     steps_us = [_step_us(g, e) for g, e in zip(what_if.values(), simulate_all(list(what_if.values())), strict=True)]
     replayed = _step_us(graph, ends)

@@ -128,10 +128,10 @@ def of_operations(graph: ReplayGraph, values: Sequence[Any], absent: Any) -> Any
     return found
 
 
-def without_contention(graph: ReplayGraph, alone_us: Sequence[F64]) -> ReplayGraph:
-    """Return the graph with each operation's duration replaced by its time without contention, where known."""
-    alone = of_operations(graph, alone_us, np.nan)
-    return replace(graph, duration=np.where(np.isfinite(alone), alone, graph.duration))
+def with_durations(graph: ReplayGraph, durations_us: Sequence[F64]) -> ReplayGraph:
+    """Return the graph with other durations of operations, per rank and operation; NaN: as measured."""
+    other = of_operations(graph, durations_us, np.nan)
+    return replace(graph, duration=np.where(np.isfinite(other), other, graph.duration))
 
 
 def not_held(graph: ReplayGraph, held: Bools) -> ReplayGraph:

@@ -28,7 +28,7 @@ from counterpoint.diagnosis.analysis.replay_graph import (
     not_held,
     of_operations,
     since_host,
-    without_contention,
+    with_durations,
 )
 from counterpoint.diagnosis.analysis.simulation import simulate
 from counterpoint.diagnosis.reading.digest import RankDigest
@@ -78,7 +78,7 @@ def zero_sm(
         return None
     changed = replace(graph, duration=_without_nccl(graph, moved, profile))
     if alone_us is not None:
-        changed = without_contention(changed, alone_us)
+        changed = with_durations(changed, alone_us)
     if blocked is not None:
         changed = not_held(changed, of_operations(graph, blocked, False) & moved)
     changed = replace(

@@ -32,6 +32,7 @@ from counterpoint.diagnosis.findings.copies import find_copies
 from counterpoint.diagnosis.findings.data_parallel import find_buckets, find_late_gathers, find_one_unit
 from counterpoint.diagnosis.findings.idle import find_idle
 from counterpoint.diagnosis.findings.imbalance import find_expert_imbalance, find_pipeline_bubbles, find_turns
+from counterpoint.diagnosis.findings.operators import compute_in_words, find_compute_losses
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Finding, in_sentence
 
@@ -47,6 +48,7 @@ FINDERS: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (  # in this orde
     find_fsdp2_copies,
     find_idle,
     find_copies,
+    find_compute_losses,
     find_turns,
     find_suspected_waits,
     find_pipeline_bubbles,
@@ -107,7 +109,7 @@ def verdict(a: Analysis, findings: tuple[Finding, ...]) -> str:
                 " Without communication it would take as long, by the replay: it waits for something else meanwhile."
             )
     if not findings:
-        return f"{head} Nothing stands out."
+        return f"{head} Nothing stands out.{compute_in_words(a)}"
     first = findings[0]
     said = f" ({_cost(first)} {job.each})"
     if first.kind == "exposed_comm" and a.waits_untold:

@@ -8,7 +8,6 @@ from host to host as bytes (`pack_digest`), which are checked before they are us
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import os
@@ -22,13 +21,13 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from counterpoint.diagnosis.reading.comm_rows import MOST_RANKS, CommRows, comm_rows
 from counterpoint.diagnosis.reading.gaps import Gaps, find_gaps
 from counterpoint.diagnosis.reading.host_categories import CATEGORIES
-from counterpoint.diagnosis.reading.modules import PHASES, NamedRanges, Places
+from counterpoint.diagnosis.reading.modules import PHASES, NamedRanges, Origins, Places
+from counterpoint.diagnosis.reading.operator_work import matrix_product
 from counterpoint.diagnosis.reading.packing import pack, read_part, unpack
 from counterpoint.diagnosis.reading.steps import FOUND_BY, StepWindows, find_steps
 from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsupported
@@ -40,7 +39,6 @@ from counterpoint.trace.timeline import F64, I32, I64, U8, GpuOps, HostKind, Int
 
 _BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
 
-_DIMS = 8  # most dimensions of a tensor that counts as a factor of a matrix product
 SUMMARY, DETAILS = 0, 1  # parts of a digest's file
 Progress = Callable[[int, int, str], None]  # files done, number of files, text about the current work
 _KEPT_BYTES = 16 << 20
@@ -73,6 +71,7 @@ class RankDigest(RankFacts):
     flops: F64  # per GPU operation; NaN: unknown
     gap_places: Places  # phase and module of each row of `gaps`
     op_places: Places  # phase and module of each compute operation
+    origins: Origins  # module and Python functions of each compute operation and copy
 
     @property
     def largest_group(self) -> int:
@@ -114,9 +113,10 @@ def digest(timeline: Timeline) -> RankDigest:
     gpu, steps = timeline.gpu, find_steps(timeline)
     gaps = find_gaps(timeline, steps)
     ranges = NamedRanges.of(timeline)
-    in_gaps, of_ops = ranges.gaps(gaps), ranges.compute()
-    named = (gaps.operations.name, gaps.functions.name, in_gaps.module, of_ops.module)
-    used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside, gaps.pauses.operation, *named)))
+    in_gaps, of_ops, origins = ranges.gaps(gaps), ranges.compute(), ranges.origins()
+    named = (origins.module, gaps.operations.name, gaps.functions.name, in_gaps.module, of_ops.module)
+    operator = np.full(len(gpu), -1, np.int32) if gpu.operator is None else gpu.operator
+    used = np.unique(np.concatenate((gpu.name, operator, gaps.operation, gaps.inside, gaps.pauses.operation, *named)))
     used = used[used >= 0]
     renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last entry, index -1, stands for no name
     facts = {name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__}
@@ -125,7 +125,7 @@ def digest(timeline: Timeline) -> RankDigest:
         **facts | {"notes": (*timeline.notes, *steps.notes)},
         names=tuple(timeline.names[i] for i in used.tolist()),
         shapes=timeline.shapes,
-        gpu=replace(gpu, name=renumber[gpu.name]),
+        gpu=replace(gpu, name=renumber[gpu.name], operator=renumber[operator]),
         comm=comm_rows(timeline, ranges),
         steps=steps,
         gaps=replace(
@@ -140,6 +140,7 @@ def digest(timeline: Timeline) -> RankDigest:
         flops=_matmul_flops(timeline),
         gap_places=replace(in_gaps, module=renumber[in_gaps.module]),
         op_places=replace(of_ops, module=renumber[of_ops.module]),
+        origins=replace(origins, module=renumber[origins.module]),
     )
 
 
@@ -177,32 +178,6 @@ def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
         last = np.searchsorted(gpu.launch_start[launched], host.start[records[at[here]]]) - 1
         waited[here[last >= 0]] = launched[last[last >= 0]]
     return host.start[rows], host.stream[rows], waited
-
-
-def matrix_product(shapes: str) -> tuple[int, int, int, int] | None:
-    """Return M, N, K and batch size of the matrix product of inputs with these shapes; None if shapes do not fit.
-
-    The factors are the first two adjacent inputs that fit, since `aten::addmm` puts its bias first; `aten::linear`
-    transposes its weight. Rows of several sequences times one matrix count as rows of one product.
-
-    Args:
-        shapes: as in the trace, "[[4096,1024],[1024,512]]".
-    """
-    try:
-        dims = msgspec.json.decode(shapes, type=list[Any])
-    except msgspec.DecodeError:
-        return None
-    tensors = [d for d in dims if isinstance(d, list) and 2 <= len(d) <= _DIMS and all(map(_is_length, d))]
-    for a, b in itertools.pairwise(tensors):
-        if len(b) == 2 and a[-1] in b:
-            return math.prod(a[:-1]), b[1] if a[-1] == b[0] else b[0], a[-1], 1
-        if a[-1] == b[-2] and b[:-2] == a[:-2]:
-            return a[-2], b[-1], a[-1], math.prod(a[:-2])
-    return None
-
-
-def _is_length(value: object) -> bool:
-    return type(value) is int and 0 < value < 1 << 40
 
 
 def _matmul_flops(timeline: Timeline) -> F64:

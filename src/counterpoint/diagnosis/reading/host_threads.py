@@ -29,7 +29,7 @@ _DEEPEST = 512  # levels of nesting; deeper ranges count as part of the range ar
 _THREADS = 64  # threads that are analysed: those that launch most, then those with most ranges
 _FRAME = re.compile(r"^(ProfilerStep|PyTorch Profiler|torch/profiler|profiler)")
 _WAITING = re.compile(r"^<built-in .*(acquire|poll|select|wait|sleep|recv|read)\b|^(threading|queue|selectors)\.py\(")
-_LIBRARY = re.compile(r"^<|^nn\.Module|(^|/)torch/|^(threading|queue|selectors|contextlib|functools)\.py\(")
+LIBRARY = re.compile(r"^<|^nn\.Module|(^|/)torch/|^(threading|queue|selectors|contextlib|functools)\.py\(")
 
 
 @dataclass(slots=True)
@@ -204,7 +204,7 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
         of HostOps. Parent -1: none; -2: nested too deeply. A range without a category of its own takes its parent's.
     """
     host = timeline.host
-    library = np.array([says(n, _LIBRARY) for n in timeline.names], bool)
+    library = np.array([says(n, LIBRARY) for n in timeline.names], bool)
     category, parent = np.zeros(len(host), np.uint8), np.full(len(host), -1)
     inside = np.full(len(host), -1)
     if not len(rows):

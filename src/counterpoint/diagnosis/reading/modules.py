@@ -7,16 +7,22 @@ thread that launched.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from counterpoint.diagnosis.reading.gaps import Gaps
+from counterpoint.diagnosis.reading.host_categories import says
+from counterpoint.diagnosis.reading.host_threads import LIBRARY
+from counterpoint.diagnosis.reading.intervals import unique_rows
 from counterpoint.trace.timeline import F64, I32, I64, U8, Bools, HostKind, Kind, Timeline
 
 _MOST_PAIRS = 4_000_000  # most pairs of a time and a range around it: beyond, the widest ranges are left out
 _MOST_PLACED = 50_000  # most gaps, and most compute operations, that get a place: the longest ones
+_FRAMES = 4  # Python functions that a stack names
+_LONGEST_FRAME = 120
 _LONGEST_NAME = 400  # longest name of a range that counts as naming a phase or module
 _FORWARD = re.compile(r"FSDP::(pre|post)_forward|forward$|\.forward\b|^#* ?forward ?#*$|^nn\.Module: ", re.IGNORECASE)
 _BACKWARD = re.compile(
@@ -42,6 +48,19 @@ class Places:
 
     phase: U8  # into PHASES
     module: I32  # name of the range that names it, as an index into the rank's names; -1: unknown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origins:
+    """Holds from which phase, module and Python functions outside of PyTorch each GPU operation comes.
+
+    An operation of the backward pass comes from the forward operation whose gradient it computes.
+    """
+
+    phase: U8  # into PHASES
+    module: I32  # name of the range that names it, as an index into the rank's names; -1: unknown
+    stack: I32  # into `stacks`
+    stacks: tuple[str, ...]  # innermost function first: "model.py(12): forward < train.py(40): step"; "": unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +124,79 @@ class NamedRanges:
         places, _ = self.launches(rows)
         found.phase[rows], found.module[rows] = places.phase, places.module
         return found
+
+    def origins(self) -> Origins:
+        """Return where the longest GPU operations come from; communication has no origin."""
+        gpu, host, from_host = self.timeline.gpu, self.timeline.host, self.timeline.device.from_host
+        called = gpu.start if from_host else gpu.launch_start
+        rows = _longest(np.flatnonzero((gpu.kind != Kind.COMM) & np.isfinite(called)), gpu.end - gpu.start)
+        thread, time = gpu.launch_thread[rows].astype(np.int64), called[rows]
+        found, frames = self.at(thread, time)[0], self._frames(thread, time)
+        forward = self._forward_calls(thread, time)
+        back = np.flatnonzero(forward >= 0)
+        place, began = host.thread[forward[back]].astype(np.int64), host.start[forward[back]]
+        stack, called_in = self._frames(place, began), self.at(place, began)[0].module
+        frames[back] = np.where(stack[:, :1] >= 0, stack, frames[back])
+        found.module[back] = np.where(found.module[back] < 0, called_in, found.module[back])
+        found.phase[back] = np.maximum(found.phase[back], _BACKWARD_PHASE)
+        distinct, which = unique_rows(np.vstack((np.full((1, _FRAMES), -1), frames)))
+        module, of = np.full(len(gpu), -1, np.int32), np.full(len(gpu), which[0], np.int32)
+        phase = np.zeros(len(gpu), np.uint8)
+        phase[rows], module[rows], of[rows] = found.phase, found.module, which[1:]
+        names = self.timeline.names
+        texts = [" < ".join(names[n][:_LONGEST_FRAME] for n in stack if n >= 0) for stack in distinct.tolist()]
+        return Origins(phase=phase, module=module, stack=of, stacks=tuple(texts))
+
+    def _frames(self, thread: I64, time: F64) -> I64:
+        """Return the names of the innermost Python functions, outside of PyTorch, at each time, `[n, _FRAMES]`."""
+        host, names = self.timeline.host, self.timeline.names
+        frames = np.full((len(time), _FRAMES), -1, np.int64)
+        python = np.flatnonzero(host.kind == HostKind.PYTHON)
+        own = np.zeros(len(names), bool)
+        for number in np.unique(host.name[python]).tolist():
+            own[number] = not says(names[number], LIBRARY)
+        for here, which, at in self._inside(thread, time, python[own[host.name[python]]]):
+            inner = np.lexsort((-which, at))  # of several, the range that began last is the innermost
+            which, at = which[inner], at[inner]
+            depth = np.arange(len(at)) - np.searchsorted(at, at)
+            kept = depth < _FRAMES
+            frames[here[at[kept]], depth[kept]] = host.name[which[kept]]
+        return frames
+
+    def _forward_calls(self, thread: I64, time: F64) -> I64:
+        """Find the forward operation whose gradient each thread computes at a time.
+
+        Returns:
+            Its row; -1: none. Both have one sequence number; of nested gradients, as in recomputation, the outermost
+            counts.
+        """
+        host, names = self.timeline.host, self.timeline.names
+        found = np.full(len(time), -1, np.int64)
+        if host.sequence is None:
+            return found
+        numbered = np.flatnonzero(host.sequence >= 0)
+        begins = np.array([name.startswith(_AUTOGRAD) for name in names], bool)
+        inner = np.array([_BACKWARD.search(name) is not None for name in names], bool)
+        forward = numbered[~inner[host.name[numbered]] & ~np.isin(host.thread[numbered], list(self.backward))]
+        forward = forward[np.argsort(host.sequence[forward], kind="stable")]
+        wanted = np.full(len(time), -1, np.int64)
+        for here, which, at in self._inside(thread, time, numbered[begins[host.name[numbered]]]):
+            wanted[here[at[::-1]]] = host.sequence[which[::-1]]
+        last = np.searchsorted(host.sequence[forward], wanted, side="right") - 1
+        known = (wanted >= 0) & (last >= 0)
+        known[known] = host.sequence[forward[last[known]]] == wanted[known]
+        found[known] = forward[last[known]]
+        return found
+
+    def _inside(self, thread: I64, time: F64, ranges: I64) -> Iterator[tuple[I64, I64, I64]]:
+        """Yield, per thread, the indices of its times, and all pairs of a range and an index among them, by range."""
+        host = self.timeline.host
+        order = np.lexsort((time, thread))
+        for number in np.unique(thread).tolist():
+            here = order[thread[order] == number]
+            own = ranges[host.thread[ranges] == number]
+            which, at = _around(time[here], host.start[own], host.end[own])
+            yield here, own[which], at
 
     def gaps(self, gaps: Gaps) -> Places:
         """Return each gap's phase and module: at the gap's middle, on the thread that launched the next operation.
