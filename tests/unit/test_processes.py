@@ -1,9 +1,11 @@
-"""Which of several ranks' endings is the cause: pure functions, no process."""
+"""Which of several ranks' endings is the cause, and when a wait for processes ends."""
+
+import subprocess
 
 import pytest
 
 from counterpoint.errors import Misconfigured, PeerTimeout
-from counterpoint.processes import Remains, died, hung
+from counterpoint.processes import Remains, died, hung, watch
 from counterpoint.records.measurement import RankFailure
 
 RUNS = Remains(rank=0, code=None)
@@ -59,3 +61,18 @@ def test_the_rank_that_did_not_answer_is_named_first() -> None:
     waiting = [Remains(rank=rank, code=-6, log=stack) for rank in range(7)]
     error = hung([*waiting, Remains(rank=7, code=None)], reason="no progress for 5 s d", logs="/logs")
     assert str(error).startswith("no progress for 5 s d: rank 7 did not answer")
+
+
+@pytest.mark.parametrize(("seconds", "limit_s", "hangs"), [("0.3", 600.0, False), ("600", 0.3, True)])
+def test_only_processes_without_progress_hang(seconds: str, limit_s: float, hangs: bool) -> None:
+    process = subprocess.Popen(["sleep", seconds])
+    said = {"died": lambda: Misconfigured("died"), "hung": lambda: PeerTimeout("hung")}
+    try:
+        if hangs:
+            with pytest.raises(PeerTimeout, match="hung"):
+                watch([process], progress=lambda: 0, timeout_s=limit_s, startup_s=0.0, **said)
+        else:
+            watch([process], progress=lambda: 0, timeout_s=limit_s, startup_s=0.0, **said)
+    finally:
+        process.kill()
+        process.wait()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import polars
 import pytest
 
 from counterpoint.cli import app
@@ -153,7 +154,6 @@ def test_the_ranks_of_a_group_are_written_once() -> None:
 
 def test_the_frames_of_digests_are_written_for_duckdb(tmp_path: Path) -> None:
     """Every frame of digests becomes a Parquet file, which holds the same values."""
-    polars = pytest.importorskip("polars")
     for name, frame in api.diagnose(write(digests_of(3), tmp_path / "digests")).frames.items():
         frame.write_parquet(tmp_path / f"{name}.parquet")
         assert polars.read_parquet(tmp_path / f"{name}.parquet").equals(frame), name
