@@ -36,16 +36,13 @@ def test_version_code_of_nccl(code: int, version: tuple[int, int, int]) -> None:
     assert nccl_version(code) == version
 
 
-def test_torch_is_read_from_its_files(tmp_path: Path) -> None:
+def test_torch_and_its_features_are_read_from_its_files(tmp_path: Path) -> None:
     (tmp_path / "version.py").write_text(
         "from typing import Optional\n__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n"
         "hip: Optional[str] = None\nraise SystemExit('never run')\n"
     )
     found = read_torch_files(tmp_path)
     assert (found.torch, found.torch_cuda, found.torch_hip) == ("2.11.0+cu130", "13.0", None)
-
-
-def test_a_feature_is_told_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "green_contexts.py").write_text("class GreenContext:\n    pass\n")
     features = read_torch_files(tmp_path).features

@@ -64,21 +64,20 @@ def test_interfaces_without_hardware_are_left_out(tmp_path: Path) -> None:
     assert read_system(tmp_path).net == (NetPort(name="eth0", state="up", speed_gbit_per_s=100.0, mtu=9000),)
 
 
-def test_an_empty_root_knows_nothing(tmp_path: Path) -> None:
+def test_roots_that_are_empty_or_cannot_be_looked_at_know_nothing(tmp_path: Path) -> None:
     found = read_system(tmp_path)
     assert (found.modules, found.rdma, found.net, found.gpu_iommu, found.acs_redirects) == (None,) * 5
+    # errors of the file system, here a name that is too long, are None and not raised
+    assert read_system(Path("/") / ("x" * 300)) == System()
 
 
-def test_the_iommu_type_of_gpus_alone_is_read(tmp_path: Path) -> None:
+def test_the_iommu_type_of_gpus_and_bridges_that_redirect_are_read(tmp_path: Path) -> None:
     pci = "sys/bus/pci/devices/"
     gpu = {"vendor": "0x10de", "class": "0x030200", "iommu_group/type": "DMA-FQ"}
     disk = {"vendor": "0x144d", "class": "0x010802", "iommu_group/type": "DMA"}
     write(tmp_path, {pci + "0000:17:00.0/" + key: value for key, value in gpu.items()})
     write(tmp_path, {pci + "0000:01:00.0/" + key: value for key, value in disk.items()})
     assert read_system(tmp_path).gpu_iommu == {"0000:17:00.0": "DMA-FQ"}
-
-
-def test_bridges_that_redirect_are_named(tmp_path: Path) -> None:
     bridge = "sys/bus/pci/devices/0000:00:01.0/"
     write(tmp_path, {bridge + "class": "0x060400", bridge + "config": config((0x0001, 0), (0x000D, 0x1D))})
     assert read_system(tmp_path).acs_redirects == ("0000:00:01.0",)
@@ -122,8 +121,3 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     os.mkfifo(tmp_path / "etc/nccl.conf")
     assert read_system(tmp_path).nccl_conf == {}
-
-
-def test_a_root_that_cannot_be_looked_at_is_unknown() -> None:
-    """Errors of the file system, here a name that is too long, are None and not raised."""
-    assert read_system(Path("/") / ("x" * 300)) == System()

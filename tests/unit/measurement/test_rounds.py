@@ -58,15 +58,12 @@ def test_class_border_is_15_percent(compute_us: float, comm_us: float, expected:
     assert pair_class(compute_us, comm_us) == expected
 
 
-def test_timing_is_of_the_slowest_rank() -> None:
+def test_timing_is_of_the_slowest_rank_in_all_and_in_each_round() -> None:
     """Median, percentiles and number of the rank with the largest median, not the largest outlier."""
     found = timing([[1.0, 2.0, 99.0], [3.0, 4.0, 5.0]])
     assert (found.us, found.rank, found.per_rank_us) == (4.0, 1, (2.0, 4.0))
     assert [found.p10_us, found.p90_us] == pytest.approx([3.2, 4.8])
-
-
-def test_each_round_has_the_time_of_its_slowest_rank() -> None:
-    """Of another rank in the last one; a round that does not count has none."""
+    # of another rank in the last one; a round that does not count has none
     found = timing([[1.0, 2.0, 99.0], [3.0, 4.0, 5.0]], [True, False, True])
     assert (found.rounds_us, found.runs) == ((3.0, None, 99.0), 2)
 
@@ -162,13 +159,10 @@ def made(late: tuple[str, str] | None = None, marked: str | None = None) -> Row:
     )  # fmt: skip
 
 
-def test_hidden_counts_from_the_fastest_mechanism_and_the_head_start() -> None:
+def test_hidden_counts_from_the_fastest_mechanism_and_what_a_side_kept_from_its_own() -> None:
     """Serial is 100 + 50 + 20; 145 together; the shorter side is 50."""
     assert [made().head_start_us, made().together.us, made().hidden] == pytest.approx([20.0, 145.0, 0.5])
-
-
-def test_what_each_side_kept_is_of_its_own_mechanism() -> None:
-    """100 of 125 µs, 80 of 100 µs."""
+    # 100 of 125 µs, 80 of 100 µs
     assert [made().compute_kept, made().comm_kept] == pytest.approx([0.8, 0.8])
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.sm_split import SmLayout
-from counterpoint.pair.together import Model, Pair, model_for, side_by_side_us, together_us
+from counterpoint.pair.together import Model, Pair, disturbance, kept_us, model_for, side_by_side_us, together_us
 
 H200 = default_profile()
 CALM = msgspec.structs.replace(
@@ -32,6 +32,12 @@ def test_a_collective_that_fits_runs_side_by_side(compute_us: float, comm_us: fl
     small = replace(PAIR, products=((128, 256, 64),), compute_us=compute_us, comm_us=comm_us)
     expected = side_by_side_us(compute_us, comm_us, 1.0 - 0.05, 1.0 - 0.03)
     assert together_us(small, CALM, "waves") == pytest.approx(expected)
+
+
+def test_kept_is_the_mean_over_orders() -> None:
+    """Launched together, it is what the mechanism's figures say."""
+    kept = kept_us(1400.0, (("all_gather", 700.0),), disturbance("nccl", H200), persistent=True)
+    assert together_us(PAIR, H200, "kept") == kept
 
 
 @pytest.mark.parametrize("model", ["kept", "sums"])

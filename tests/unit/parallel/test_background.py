@@ -102,14 +102,11 @@ def test_a_callback_that_raises_leaves_the_thread_to_others(background: Backgrou
     assert background.start(lambda _channel: None, 0, "next").future.wait() == "next"
 
 
-def test_a_wait_raises_the_error_of_a_call_that_has_ended(background: Background) -> None:
+def test_a_wait_raises_the_error_of_a_call_or_ends_at_its_timeout(background: Background) -> None:
     call = background.start(lambda _channel: 1 / 0, 0, None)
     background.drain()
     with pytest.raises(ZeroDivisionError):
         call.wait()
-
-
-def test_a_wait_ends_at_its_timeout(background: Background) -> None:
     call, go = held(background, [], "call")
     with pytest.raises(PeerTimeout, match=r"has not ended within 0\.05 s"):
         call.wait(0.05)

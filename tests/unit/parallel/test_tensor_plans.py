@@ -95,29 +95,23 @@ class Measured:
         return found[0]
 
 
-def test_one_measurement_serves_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_measurement_serves_all_numbers_of_rows_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a weight and dtype; also more rows than twice those that were measured."""
     gpu = Measured(monkeypatch)
     alone = [gpu.plan(rows).alone_us for rows in (1000, 96, 2050, 40_000)]
     assert gpu.asked == [(4096, 2048)]
     assert alone == pytest.approx([100.0, 12.8, 205.0, 4000.0])
-
-
-def test_another_weight_is_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Measured(monkeypatch)
     gpu.plan(1000)
     gpu.plan(1000, columns=512)
     assert gpu.asked == [(4096, 2048), (512, 2048)]
 
 
-def test_nothing_is_measured_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_in_a_backward_but_in_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does not know is estimated."""
     gpu = Measured(monkeypatch)
     assert (gpu.plan_in_backward(1000).estimated, gpu.asked) == (True, [])
-
-
-def test_what_a_backward_estimated_is_measured_in_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once; then the backward knows it."""
+    # once; then the backward knows it
     gpu = Measured(monkeypatch)
     gpu.plan_in_backward(1000)
     assert [gpu.plans.catch_up(), gpu.plans.catch_up()] == [True, False]
