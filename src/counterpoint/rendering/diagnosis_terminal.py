@@ -76,7 +76,6 @@ def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -
 
 def _remarks(remarks: Sequence[NcclRemark], console: Console, *, verbose: bool) -> None:
     """Print what is wrong by NCCL's logs, each with its remedy; without `verbose` only the first ones."""
-    console.print()
     heading(console, "What NCCL's log says", "")
     for remark in remarks if verbose else remarks[:MAX_FINDINGS]:
         console.print(Text.assemble("· ", text(remark.title, "bold", 200)))
