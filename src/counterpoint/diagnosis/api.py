@@ -93,7 +93,8 @@ def diagnose(
     """Return the diagnosis of the traces of one job.
 
     Args:
-        source: a file, folder, glob or tar of Kineto JSON (plain, gzip or zstd) or Nsight Systems SQLite, or several.
+        source: a file, folder, glob or tar of Kineto JSON (plain, gzip or zstd) or Nsight Systems SQLite, or several;
+            or digests of traces. Of more than 256 digests, 256 ranks are looked at closely.
         engine: how the ranks are read; by default in processes of this machine.
         limits: caps on what compressed inputs may expand to.
         progress: called with (files done, number of files, text about the current work).
@@ -111,7 +112,7 @@ def diagnose(
         return replace(result, diagnosis=_with_nccl(result.diagnosis, report))
     with _files(source, limits, notes) as files:
         if len(files) > MOST_DETAILED and all(file.format == "digest" for file in files):
-            return _diagnose_many(files, limits, notes, progress)
+            return _diagnose_many(files, limits, notes, engine or Engine(workers=1), progress)
         digests = digest_all(files, limits, engine or Engine(), progress)
         names = [file.label for file in files]
     return diagnose_digests(digests, names, notes)
@@ -119,18 +120,22 @@ def diagnose(
 
 def _with_nccl(d: Diagnosis, report: NcclReport) -> Diagnosis:
     """Return a diagnosis with what NCCL's logs say; the verdict names the first problem that they show."""
-    first = report.remarks[0].title if report.remarks else ""
-    said = f" NCCL's log says: {first[0].lower() + first[1:]}." if first else ""
+    titles = [remark.title for remark in report.remarks if remark.kind != "warning"]
+    said = f" NCCL's log says: {titles[0]}." if titles else ""
     return msgspec.structs.replace(d, nccl=report, verdict=d.verdict + said)
 
 
 def _diagnose_many(
-    files: list[TraceFile], limits: Limits, notes: list[str], progress: Callable[[int, int, str], None] | None
+    files: list[TraceFile],
+    limits: Limits,
+    notes: list[str],
+    engine: Engine,
+    progress: Callable[[int, int, str], None] | None,
 ) -> Result:
     """Return the diagnosis of more digests than are joined whole: accounts of all ranks, details of some."""
     many = read_many(files, limits, progress)
     by_name = {file.label: file for file in files}
-    digests = digest_all([by_name[many.paths[c]] for c in many.detailed], limits, Engine(workers=1), progress)
+    digests = digest_all([by_name[many.paths[c]] for c in many.detailed], limits, engine, progress)
     known = [replace(d, rank=many.ranks[c], rank_known=True) for d, c in zip(digests, many.detailed, strict=True)]
     return diagnose_digests(known, many.paths, notes, many)
 

@@ -91,7 +91,7 @@ def _remarks(
     log: NcclLog, communicators: tuple[NcclCommunicators, ...], bandwidths: tuple[NcclBandwidth, ...]
 ) -> Iterator[NcclRemark]:
     sockets, no_ib = log.transports["NET/Socket"], log.said.get("no_infiniband")
-    used = ", ".join(f"{n} connections by {name}" for name, n in log.transports.most_common(4))
+    used = ", ".join(f"{n} connection{'s' * (n != 1)} by {name}" for name, n in log.transports.most_common(4))
     if sockets:
         yield NcclRemark(
             kind="sockets",

@@ -89,7 +89,6 @@ def _cost_and_title(finding: Finding) -> tuple[tuple[str, str], str, Text]:
 
 def _remarks(remarks: Sequence[NcclRemark], console: Console, *, verbose: bool) -> None:
     """Print what is wrong by NCCL's logs, each with its remedy; without `verbose` only the first ones."""
-    console.print()
     heading(console, "What NCCL's log says", "")
     for remark in remarks if verbose else remarks[:MAX_REMEDIES]:
         console.print(Text.assemble("· ", text(remark.title, "bold", 200)))

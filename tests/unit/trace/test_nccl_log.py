@@ -136,7 +136,7 @@ def test_the_verdict_and_the_page_say_it(tmp_path: Path, capsys: pytest.CaptureF
     page = tmp_path / "report.html"
     app(["diagnose", str(job), "--nccl-log", str(log.parent), "--out", str(page)], standalone_mode=False)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "NCCL's log says: collectives between hosts go over TCP sockets." in printed
+    assert "NCCL's log says: Collectives between hosts go over TCP sockets." in printed
     assert "→ let NCCL find the network cards" in printed
     assert "TCP sockets" in page.read_text()
     assert "<script>alert(1)" not in page.read_text()

@@ -42,7 +42,7 @@ _BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMem
 SUMMARY, DETAILS = 0, 1  # parts of a digest's file
 Progress = Callable[[int, int, str], None]  # files done, number of files, text about the current work
 _KEPT_BYTES = 16 << 20
-_SMALL_BYTES = 4 << 20  # total bytes below which starting processes takes longer than reading
+_SMALL_BYTES = 4 << 20  # bytes of traces below which starting processes takes longer than reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,7 +324,8 @@ def digest_all(
     if engine.name == "dask":
         return _on_dask(files, limits, engine, tell)
     workers = engine.workers or len(os.sched_getaffinity(0))
-    small = sum(f.path.stat().st_size for f in files) < _SMALL_BYTES and engine.workers is None
+    slow = sum(f.path.stat().st_size for f in files if f.format != "digest")
+    small = slow < _SMALL_BYTES and engine.workers is None
     if min(workers, len(files)) == 1 or small:
         return _in_turn(files, limits, tell)
     return _in_processes(files, limits, min(workers, len(files)), tell)
