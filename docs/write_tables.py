@@ -1,4 +1,6 @@
-"""Write the tables of results into README.md and the pages: `python docs/write_tables.py`; `--check` only compares.
+"""Write the tables of results into README.md and the pages, and draw docs/images/ladder.svg.
+
+python docs/write_tables.py; `--check` only compares.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. The function of that name writes it from rows
 in results/. One rule rounds every figure: milliseconds and percents to one decimal, ratios to two, and
@@ -16,6 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from ladder import PICTURE, cells, divided_steps, measured_steps, picture
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -201,8 +205,20 @@ def lowest_pairs() -> list[str]:
         speedups = [math.log(_serial_us(row) / row["together"]["us"]) for row in rows]
         lowest = min(row["hidden"] for row in rows)
         kept = fmean(row["compute_kept"] for row in rows)
-        cells.append([f"`{name}`", str(len(rows)), ratio(lowest), percent(kept), ratio(math.exp(fmean(speedups)))])
-    return lines(["mechanism", "rows", "lowest `hidden`", "GEMM keeps, mean", "speed-up over serial"], cells)
+        cells.append([f"`{name}`", ratio(lowest), percent(kept), ratio(math.exp(fmean(speedups)))])
+    return lines(["mechanism", "lowest `hidden`", "GEMM keeps, mean", "speed-up over serial"], cells)
+
+
+@table
+def ladder() -> list[str]:
+    """Return the percent of the ideal speed-up that each step from plain NCCL to copy engines reaches."""
+    return lines(["launched together", *COLLECTIVES], cells(measured_steps()))
+
+
+@table
+def ladder_divided() -> list[str]:
+    """Return the percent of the ideal speed-up that dividing the SMs between a GEMM and NCCL reaches."""
+    return lines(["launched together", *COLLECTIVES], cells(divided_steps()))
 
 
 @table
@@ -230,13 +246,12 @@ def sm_split() -> list[str]:
         [
             score["pairs"].partition(",")[0],
             names.get(score["policy"], f"`{score['policy'].removeprefix('always ')}`, always"),
-            str(score["count"]),
             *(percent(score[name]) for name in ("hits", "mean_regret", "max_regret")),
         ]
         for score in result("budget-rule.json")["scores"]
         if score["pairs"] in ("held out, mean of orders", "unseen, mean of orders")
     ]
-    return lines(["pairs", "policy", "number", "hits", "regret, mean", "worst"], rows)
+    return lines(["pairs", "policy", "hits", "regret, mean", "worst"], rows)
 
 
 @table
@@ -459,10 +474,11 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    stale = [page for page in PAGES if written(page.read_text()) != page.read_text()]
+    made = {page: written(page.read_text()) for page in PAGES} | {PICTURE: picture()}
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
-        for page in stale:
-            print(f"{page.relative_to(ROOT)}: a table is not what results/ holds: run python docs/write_tables.py")
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not what results/ holds: run python docs/write_tables.py")
         sys.exit(bool(stale))
-    for page in stale:
-        page.write_text(written(page.read_text()))
+    for path in stale:
+        path.write_text(made[path])
