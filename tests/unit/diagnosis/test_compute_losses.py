@@ -42,6 +42,7 @@ def test_products_in_fp32_are_known_by_the_kernel_without_shapes(tmp_path: Path)
     [
         ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_cublas", "NVIDIA H200"),
         (TENSOR, A100),
+        ("fused_layer_norm_fp32_kernel", A100),
         ("volta_sgemm_128x64_nn", "Tesla V100-SXM2-32GB"),
         ("Cijk_Ailk_Bljk_SB_MT128x64x16_SE", "AMD Instinct MI300X"),
     ],

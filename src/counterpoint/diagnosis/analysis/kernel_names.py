@@ -18,10 +18,9 @@ class KernelKind(IntEnum):
     ELEMENTWISE = 3
     COPY = 4  # casts, contiguous copies, concatenations
     TRANSPOSE = 5  # between channels first and channels last
-    FUSED = 6  # compiled: Triton kernels of torch.compile
 
 
-_COMPILED = re.compile(r"^triton_|^__omni_triton")
+_OTHER = re.compile(r"^triton_|^__omni_triton|ReduceAdd")  # torch.compile has fused the first
 _LOG_SOFTMAX = re.compile(r"LogSoftMax|log_softmax|softmax_warp_\w+<[^<>]*, \d+, true")
 _SOFTMAX = re.compile(r"softmax_warp_(for|back)ward|SoftMax(For|Back)ward|\bsoftmax_(for|back)ward", re.I)
 _TRANSPOSE = re.compile(r"batched_transpose|nchw_?To_?nhwc|nhwc_?To_?nchw|nchwToFoldedNhwc|foldedNhwcToNchw", re.I)
@@ -33,8 +32,7 @@ _FUNCTOR = re.compile(r"\w+Functor\w*|\w+_kernel_cuda|CatArrayBatchedCopy\w*|\w+
 _HALF = re.compile(r"f16|fp16|half|bf16|hgemm|_h\d+gemm|HHS|BBS|HBS|_BS[HS]?_|bfloat", re.I)
 _TF32 = re.compile(r"tf32|xf32|s1688(?!\d)|_S_MX_")
 _FP32 = re.compile(
-    r"(?<![a-z])sgemm|simt_s|scudnn|f32f32_f32f32_f32|fp32|gemv\w*<.*\bfloat, float, float|Cijk_\w+_SB?_(?!MX)MT|ffma",
-    re.I,
+    r"(?<![a-z])sgemm|simt_s|scudnn|f32f32_f32f32_f32|gemv\w*<.*\bfloat, float, float|Cijk_\w+_SB?_(?!MX)MT", re.I
 )
 _TILE = re.compile(r"(?<![\dx])(\d{2,3})x(\d{2,3})(?=[x_\b]|$)")
 _SPLIT = re.compile(r"split_?k|stream_?k|_SK\d|_GSU(?!1\b|0\b)\d|segment_k", re.I)
@@ -43,9 +41,7 @@ _SPLIT = re.compile(r"split_?k|stream_?k|_SK\d|_GSU(?!1\b|0\b)\d|segment_k", re.
 @lru_cache(maxsize=1 << 13)
 def kind_of(name: str) -> KernelKind:
     """Return the kind of a compute kernel."""
-    if _COMPILED.search(name):
-        return KernelKind.FUSED
-    if is_multi_tensor(name) or "ReduceAdd" in name:
+    if _OTHER.search(name) or is_multi_tensor(name):
         return KernelKind.OTHER
     if _SOFTMAX.search(name):
         return KernelKind.OTHER if _LOG_SOFTMAX.search(name) else KernelKind.SOFTMAX
