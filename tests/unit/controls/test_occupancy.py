@@ -205,3 +205,8 @@ def test_another_kernel_that_now_takes_longer_does_not_hide_the_proof() -> None:
     shorter = msgspec.structs.replace(other, duration_us=50.0)
     seen = Observation(compute=(ran(76928), other), compute_without=(ran(24576), shorter))
     assert CONTROL.verify(seen).took_effect
+
+
+def test_a_guest_takes_one_of_the_blocks_that_an_sm_can_hold() -> None:
+    tiny = Footprint(threads=32, regs_per_thread=8, smem_bytes=0)
+    assert blocks_beside(tiny, tiny, sm=H200) == H200.blocks - 1

@@ -279,3 +279,4 @@ def test_the_terminal_shows_each_choice_and_what_to_do() -> None:
     assert [line[0] for line in text.splitlines() if line[:1] in "✗✓?" and line][1:] == ["✗", "✓", "?"]
     assert ("[red]x'" in text, "\x1b" in text) == (True, False)
     assert "→ pair 1: name the file on every rank" in text
+    assert ", on rank" not in text  # all ranks show it
