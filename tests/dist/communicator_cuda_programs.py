@@ -508,7 +508,6 @@ def every_verb_in_a_new_thread(session: Session) -> dict[str, str]:
     """What each verb of a communicator is told, each in a thread of its own that has no context, but for ""."""
     gpu, made = SoftwareGpu(), dict[str, Any]()
     n, rank, mine, received = session.world_size, session.rank, torch.ones(4, 8), torch.zeros(4, 8)
-    word = torch.ones(1, dtype=torch.int32)
 
     def opens() -> None:
         made["all"] = Communicator(device=gpu, options=patient(mailbox_bytes=4096, channels=3))
@@ -554,7 +553,6 @@ def every_verb_in_a_new_thread(session: Session) -> dict[str, str]:
         "waits on the host": lambda: made["work"].wait(TIMEOUT_S),
         "exception": lambda: made["work"].exception(),
         "ready": lambda: cuts(lambda work: work.ready(1)),
-        "ready_when": lambda: cuts(lambda work: work.ready_when(word.data_ptr(), 1)),
         "arrived": lambda: cuts(lambda work: (work.ready(9), work.arrived(9))),
         "check": communicator.check,
         "close": communicator.close,
