@@ -56,7 +56,7 @@ class GemmSms:
 
 
 def choose_gemm_sms(pair: Pair, profile: Profile) -> GemmSms:
-    """Return the number of SMs for GEMMs beside a zero-SM reduction with the least predicted time; on ties the most."""
+    """Return how many SMs a GEMM should use so that it and a zero-SM reduction end soonest; on ties the most."""
     if pair.collective not in REDUCTIONS:
         raise Misconfigured(f"{pair.collective} adds up nothing; allowed are {', '.join(REDUCTIONS)}")
     if min(pair.size_bytes, pair.compute_us, pair.comm_us, pair.world_size - 1) <= 0:

@@ -265,7 +265,7 @@ class RankGroup:
         return self._memory
 
     def background(self) -> Background:
-        """Return the `Background` of the communicator. Call this only while the communicator is open."""
+        """Return the thread that starts the communicator's calls. The communicator must be open."""
         with self._opening:
             if self._background is None:
                 assert self._communicator is not None

@@ -51,7 +51,7 @@ class CommCalls(Record, frozen=True, kw_only=True):
 
 
 class RankEffect(Record, frozen=True, kw_only=True):
-    """Says by which copies and calls one rank communicated. Overlapping times count once, except in `calls`."""
+    """Holds one rank's copies, sums and collective calls. Overlaps count once, except in `calls`."""
 
     rank: int
     copies: int  # number of copies between GPUs by copy engines

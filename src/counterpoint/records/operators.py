@@ -6,7 +6,7 @@ from counterpoint.records import Record
 
 
 class CardRates(Record, frozen=True, kw_only=True):
-    """Holds the rates at which a GPU can compute and stream, beside which the rates of operators are shown."""
+    """Holds the TFLOP/s and GB/s that a GPU can reach, beside which the rates of operators are shown."""
 
     gpu: str
     source: str  # "data sheet", or the profile whose measured shares of the data sheet's peaks count

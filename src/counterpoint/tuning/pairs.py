@@ -71,7 +71,7 @@ def depends(pair: StepPair) -> bool:
 
 
 def block_name(pair: StepPair) -> str:
-    """Return the name by which a pair's operation is measured; a matmul's sizes are the text after `gemm`."""
+    """Return the building block's name for a dependent pair: operation, then `compute` without `gemm `."""
     sizes = pair.compute.removeprefix("gemm ") if is_dependent(pair.operation) else pair.compute
     return f"{pair.operation} {sizes}"
 

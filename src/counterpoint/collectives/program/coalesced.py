@@ -63,7 +63,7 @@ class TensorAddresses:
     addresses: tuple[int, ...]  # address of each tensor
 
     def at(self, offset: int) -> int:
-        """Return the address of the byte at `offset` of the buffer."""
+        """Return the address of the joined tensors' byte `offset`."""
         index = bisect_right(self.starts, offset) - 1
         return self.addresses[index] + offset - self.starts[index]
 

@@ -180,7 +180,7 @@ def weight_grads(rows, grads, grad_stride, slots, out, TOP_K: tl.constexpr, CHOI
 def pack(ids, compact, ends, weights, scales, choices, first, room, width, local_experts, entries, slots, table,
          N: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, HEAD: tl.constexpr, SECOND: tl.constexpr,
          LACKING: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write each choice of a block to the table of its expert's rank; the first program writes each table's header."""
+    """Write the expert choices of one program to the tables of their experts' ranks; program 0 writes all headers."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < choices
     row = tl.load(compact + at, mask=mask, other=NONE)

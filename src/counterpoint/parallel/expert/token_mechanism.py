@@ -150,7 +150,7 @@ def finished(operation: Halves[T]) -> T:
 
 
 class OwnCommunication:
-    """Holds a mechanism's communicator, and counts expert choices that exceed capacity.
+    """Holds a mechanism's communicator, and counts expert choices that find no room.
 
     Args:
         ranks: the ranks, with an open communicator; the dispatcher, not this object, leaves it.

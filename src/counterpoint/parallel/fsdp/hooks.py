@@ -281,7 +281,7 @@ class ScatterHook(ReduceScatter):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchTargets:
-    """Lists, by number, the modules to prefetch while `module` runs in the forward and in the backward pass."""
+    """Lists the modules to prefetch while `module` runs forward and backward, by place in forward order."""
 
     module: int
     forward: tuple[int, ...]

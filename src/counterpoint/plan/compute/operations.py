@@ -78,7 +78,7 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
 
 
 class MemoryBoundOp(Record, frozen=True, kw_only=True):
-    """Describes an operation limited by memory bandwidth, by the bytes that all its kernels read and write."""
+    """Describes an operation that memory bandwidth limits: how many bytes all its kernels read and write."""
 
     name: str
     num_bytes: float

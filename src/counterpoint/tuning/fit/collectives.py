@@ -165,7 +165,7 @@ def _tuning(call: Call, measured: Measurement, known: Profile) -> Tuning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedCall:
-    """Holds the time of one collective measured alone, with its call and the communicator's tuning."""
+    """Holds one `Call`, its time alone, and the `Tuning` with which the communicator planned it."""
 
     call: Call
     tuning: Tuning
