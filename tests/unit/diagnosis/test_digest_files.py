@@ -104,6 +104,15 @@ def damaged(content: bytes, where: str) -> bytes:
             return content[:-200] + bytes([content[-200] ^ 255]) + content[-199:]
         case "index":
             digest = replace(digest, gpu=replace(digest.gpu, name=digest.gpu.name + 99))
+        case "operator":
+            digest = replace(digest, gpu=replace(digest.gpu, operator=digest.gpu.name + 99))
+        case "inputs":
+            digest = replace(digest, gpu=replace(digest.gpu, inputs=digest.gpu.name + len(digest.inputs)))
+        case "stack" | "module" | "phase":
+            column = getattr(digest.origins, where)
+            digest = replace(digest, origins=replace(digest.origins, **{where: column + 99}))
+        case "origin":
+            digest = replace(digest, origins=replace(digest.origins, stack=digest.origins.stack[:1]))
         case "length":
             digest = replace(digest, comm=replace(digest.comm, start=digest.comm.start[:1]))
         case "step":
@@ -113,7 +122,24 @@ def damaged(content: bytes, where: str) -> bytes:
     return file_of_parts((pack(summarise(digests_of(1)[0])), pack_digest(digest)))
 
 
-@pytest.mark.parametrize("where", ["version", "truncated", "flipped", "index", "length", "step", "bomb"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "version",
+        "truncated",
+        "flipped",
+        "index",
+        "operator",
+        "inputs",
+        "stack",
+        "module",
+        "phase",
+        "origin",
+        "length",
+        "step",
+        "bomb",
+    ],
+)
 def test_a_bad_digest_is_refused(where: str, tmp_path: Path) -> None:
     path = tmp_path / "rank0.digest"
     path.write_bytes(damaged(digest_content(digests_of(1)[0]), where))

@@ -236,12 +236,12 @@ def _within(index: I32 | I64 | U8, low: int, count: int) -> bool:
 
 def _problems(d: RankDigest) -> Iterator[str]:
     """Yield what makes a digest unusable: columns of unequal length, or indices beyond the table that they point to."""
-    gaps, gpu, comm, waits = d.gaps, d.gpu, d.comm, d.waits
+    gaps, gpu, comm, waits, at = d.gaps, d.gpu, d.comm, d.waits, d.origins
     tables = (gpu, comm, d.gap_places, d.op_places, gaps.operations, gaps.functions, gaps.pauses)
     lengths = [{len(column) for column in _columns(table)} for table in tables]
     lengths += [{len(gpu), len(d.flops)}, {len(d.steps.names), len(d.steps.start), len(d.steps.end)}]
     lengths += [{len(gaps), len(d.gap_places.phase)} | {len(c) for c in _columns(gaps)}]
-    lengths += [{len(waits.start), len(waits.end)}]
+    lengths += [{len(waits.start), len(waits.end)}, {len(gpu), *(len(c) for c in (at.phase, at.module, at.stack))}]
     lengths += [{len(waits.stream_wait_at), len(waits.stream_wait_stream), len(waits.stream_wait_for)}]
     flat = all(getattr(c, "ndim", 1) == 1 or c is gpu.grid or c is gpu.block for t in tables for c in _columns(t))
     wide = {(len(gpu), 3)} == {gpu.grid.shape, gpu.block.shape}
@@ -258,11 +258,13 @@ def _problems(d: RankDigest) -> Iterator[str]:
         gaps.functions.name,
         gaps.pauses.operation,
     )
-    of_names += (d.gap_places.module, d.op_places.module)
+    of_names += (d.gap_places.module, d.op_places.module, at.module)
+    of_names += () if gpu.operator is None else (gpu.operator,)
     causes = (gaps.category, gaps.operations.category, gaps.functions.category, gaps.pauses.category)
     fits = [_within(column, -1, len(d.names)) for column in of_names]
     fits += [_within(column, 0, len(CATEGORIES)) for column in causes]
-    fits += [_within(column, 0, len(PHASES)) for column in (d.gap_places.phase, d.op_places.phase)]
+    fits += [_within(column, 0, len(PHASES)) for column in (d.gap_places.phase, d.op_places.phase, at.phase)]
+    fits += [_within(at.stack, 0, len(at.stacks)), gpu.inputs is None or _within(gpu.inputs, -1, len(d.inputs))]
     fits += [_within(column, 0, len(gpu)) for column in (comm.first, comm.last)]
     fits += [_within(gpu.kind, 0, len(Kind)), _within(gpu.shape, -1, len(d.shapes)), _within(gpu.name, 0, len(d.names))]
     fits += [_within(comm.size, 0, MOST_RANKS + 1), _within(waits.stream_wait_for, -1, len(gpu))]
