@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial, wraps
 from itertools import count
-from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,6 +24,8 @@ _STREAMS_AT_ONCE = 64  # number of streams that are made together; they take 37 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _spare_streams: WeakKeyDictionary[Any, dict[int, list[Any]]] = WeakKeyDictionary()  # by driver and context
 
+Allocation: TypeAlias = tuple[int, int]
+"""Types an allocation: its base address, and the number that the driver gives to no other one of the process."""
 BindReduction: TypeAlias = Callable[[ReduceLaunch, int], Callable[[], object]]
 """Types a function that returns what launches a reduction on the stream with a handle."""
 _Issue: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]  # a driver function, and its converted arguments
@@ -160,7 +161,6 @@ class Executor:
         self._parameters = lru_cache(maxsize=4096)(partial(_parameters, self.driver))  # messages repeat those of slots
         spare = _spare_streams.setdefault(self.driver, {})
         self._spare = spare.setdefault(int(self.call("cuCtxGetCurrent") or 0), [])
-        self.number = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID  # unique in a process's life
         self.side_stream = self.stream()
 
     @cached_property
@@ -189,26 +189,26 @@ class Executor:
         made = [self._issue(call, streams, events, reduction) for call in calls]
         return Bound(made, partial(self.events.give_back, tuple(events.values())))
 
-    def allocations(self, borrowed: Iterable[tuple[int, int]]) -> dict[int, int] | None:
-        """Return the numbers of the allocations that hold these (address, bytes), by base address.
+    def allocations(self, borrowed: Iterable[tuple[int, int]]) -> tuple[Allocation, ...] | None:
+        """Return the allocations that hold these (address, bytes).
 
         Returns:
             None if a part lies in several allocations (torch's expandable segments), any of which may be freed.
         """
-        found: dict[int, int] = {}
+        number, found = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, dict[int, int]()
         for address, num_bytes in borrowed:
             base, size = self.call("cuMemGetAddressRange", self.driver.CUdeviceptr(address))
             if address + num_bytes > int(base) + size:
                 return None
-            found[int(base)] = self.call("cuPointerGetAttribute", self.number, int(base))
-        return found
+            found[int(base)] = self.call("cuPointerGetAttribute", number, int(base))
+        return tuple(found.items())
 
     def graph(
         self,
         calls: Sequence[DriverCall],
         *,
         reduction: BindReduction | None = None,
-        allocations: Mapping[int, int] = MappingProxyType({}),
+        allocations: Sequence[Allocation] = (),
     ) -> Graph:
         """Return a CUDA graph of these calls, which one driver call replays on any stream. See `bind`.
 
@@ -298,15 +298,13 @@ class Bound:
 
 
 class Graph:
-    """Holds a CUDA graph of bound calls, which `launch` replays until `is_stale`.
+    """Holds a CUDA graph of bound calls, which `launch` replays until `is_stale`."""
 
-    `allocations` maps the base addresses of the allocations that the calls copy to the numbers the driver gave them.
-    """
-
-    def __init__(self, executable: Any, bound: Bound, executor: Executor, allocations: Mapping[int, int]) -> None:
-        self._executable, self._bound, self._executor = executable, bound, executor
-        self._launch, self._attribute = executor.driver.cuGraphLaunch, executor.driver.cuPointerGetAttribute
-        self._number, self._allocations = executor.number, tuple(allocations.items())
+    def __init__(self, executable: Any, bound: Bound, executor: Executor, allocations: Sequence[Allocation]) -> None:
+        self._executable, self._bound, self._executor, self._allocations = executable, bound, executor, allocations
+        driver = executor.driver
+        self._launch, self._attribute = driver.cuGraphLaunch, driver.cuPointerGetAttribute
+        self._number = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
 
     def is_stale(self) -> bool:
         """Return whether memory that the graph copies was freed since the capture, so that it must not be replayed.
