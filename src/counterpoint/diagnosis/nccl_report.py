@@ -90,13 +90,12 @@ def _bandwidths(log: NcclLog) -> Iterator[NcclBandwidth]:
 def _remarks(
     log: NcclLog, communicators: tuple[NcclCommunicators, ...], bandwidths: tuple[NcclBandwidth, ...]
 ) -> Iterator[NcclRemark]:
-    sockets, no_ib = log.transports["NET/Socket"], log.said.get("no_infiniband")
     used = ", ".join(f"{n} connection{'s' * (n != 1)} by {name}" for name, n in log.transports.most_common(4))
-    if sockets:
+    if log.transports["NET/Socket"]:
         yield NcclRemark(
             kind="sockets",
             title="Collectives between hosts go over TCP sockets",
-            evidence=f"{used}{f'; the log says: {no_ib}' if no_ib else ''}",
+            evidence=used + _quoted(log, "no_infiniband"),
             advice="let NCCL find the network cards: in a container pass /dev/infiniband and ulimit -l unlimited; "
             "unset NCCL_IB_DISABLE and NCCL_NET=Socket; on a cloud install its plugin (libnccl-net). ibstat shows the "
             "cards, counterpoint doctor their state",

@@ -69,8 +69,7 @@ def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -
     shown = remedies if verbose else remedies[:MAX_REMEDIES]
     for number, (first, *others) in enumerate(shown, start=1):
         console.print(Text.assemble(f"{number}. ", *_cost_and_title(first)))
-        below(console, "→ " + (first.advice if verbose else _first_sentence(first.advice)))
-        below(console, first.evidence, QUIET, None if verbose else SHORT_LINES)
+        _advice_and_evidence(first, console, verbose=verbose)
         for finding in others:
             console.print(Text.assemble("   also ", *_cost_and_title(finding)))
             if verbose:
@@ -92,8 +91,13 @@ def _remarks(remarks: Sequence[NcclRemark], console: Console, *, verbose: bool) 
     heading(console, "What NCCL's log says", "")
     for remark in remarks if verbose else remarks[:MAX_REMEDIES]:
         console.print(Text.assemble("· ", text(remark.title, "bold", 200)))
-        below(console, "→ " + (remark.advice if verbose else _first_sentence(remark.advice)))
-        below(console, remark.evidence, QUIET, None if verbose else SHORT_LINES)
+        _advice_and_evidence(remark, console, verbose=verbose)
+
+
+def _advice_and_evidence(said: Finding | NcclRemark, console: Console, *, verbose: bool) -> None:
+    """Print what to do and why; without `verbose` one sentence and `SHORT_LINES` lines."""
+    below(console, "→ " + (said.advice if verbose else _first_sentence(said.advice)))
+    below(console, said.evidence, QUIET, None if verbose else SHORT_LINES)
 
 
 def _first_sentence(advice: str) -> str:

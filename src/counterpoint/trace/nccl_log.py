@@ -73,7 +73,6 @@ class NcclLog:
 
 _SAYS = {  # lines that show a problem
     "no_infiniband": re.compile(r"NET/IB : No device found"),
-    "socket": re.compile(r"Using network Socket"),
     "p2p_off": re.compile(r"P2P is disabled between"),
     "no_nvls": re.compile(r"NVLS multicast support is not available"),
     "no_gdr": re.compile(r"GPU Direct RDMA Disabled"),
@@ -91,7 +90,7 @@ def read_nccl_logs(sources: Sequence[str]) -> NcclLog:
     if len(paths) > _MOST_FILES or total > _LARGEST_BYTES:
         raise BadTrace(
             f"{len(paths)} logs of {total >> 20} MiB; at most {_MOST_FILES} of {_LARGEST_BYTES >> 20} MiB are read: "
-            "give those of some ranks",
+            "give the logs of some ranks",
             path=sources[0],
         )
     log = NcclLog(files=tuple(map(str, paths)))
