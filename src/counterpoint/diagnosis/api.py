@@ -113,8 +113,7 @@ def diagnose(
     with _files(source, limits, notes) as files:
         if len(files) > MOST_DETAILED and all(file.format == "digest" for file in files):
             return _diagnose_many(files, limits, notes, engine or Engine(workers=1), progress)
-        digests = digest_all(files, limits, engine or Engine(), progress)
-        names = [file.label for file in files]
+        digests, names = _digests(files, limits, engine, progress)
     return diagnose_digests(digests, names, notes)
 
 
@@ -162,8 +161,18 @@ def read_ranks(
     """
     limits = limits or Limits()
     with _files(source, limits, notes) as files:
-        digests = digest_all(files, limits, engine or Engine(), progress)
-        names = [f.label for f in files]
+        return _digests(files, limits, engine, progress)
+
+
+def _digests(
+    files: list[TraceFile],
+    limits: Limits,
+    engine: Engine | None,
+    progress: Callable[[int, int, str], None] | None,
+) -> tuple[list[RankDigest], list[str]]:
+    """Return the digests of the ranks in these files, and the files' names; raise `BadTrace` if there is no rank."""
+    names = [file.label for file in files]
+    digests = digest_all(files, limits, engine or Engine(), progress)
     if not digests:
         raise BadTrace("no rank in these files", path=names[0])
     return digests, names

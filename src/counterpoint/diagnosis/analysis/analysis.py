@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from counterpoint.diagnosis.analysis.replay import INDEPENDENT_STREAMS, LAUNCH_O
 from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
 from counterpoint.diagnosis.analysis.stream_order import find_stream_order
 from counterpoint.diagnosis.analysis.unrecorded import Unrecorded, find_unrecorded
+from counterpoint.diagnosis.reading.operator_work import WorkOf, operator_work
 from counterpoint.diagnosis.reading.traced_job import TracedJob, TracedStack, traced_stack
 from counterpoint.records.causes import COMPUTE_CAUSES
 from counterpoint.records.diagnosis import (
@@ -134,6 +135,11 @@ class Analysis:
         return compare_overlap(self.job, self.busy)
 
     @cached_property
+    def _work_of(self) -> WorkOf:
+        """Return `operator_work` with a cache: ranks make the same calls."""
+        return cache(operator_work)
+
+    @cached_property
     def card(self) -> CardRates | None:
         """Return what the GPU of the lowest rank can do; None for a CPU and an unknown GPU."""
         return card_rates(self.job.digests[0].device)
@@ -141,12 +147,12 @@ class Analysis:
     @cached_property
     def operators(self) -> tuple[OperatorTime, ...]:
         """Return the GPU time of a step by operator, inputs and place, most time first."""
-        return operator_times(self.job, self.card)
+        return operator_times(self.job, self.card, self._work_of)
 
     @cached_property
     def compute_losses(self) -> tuple[ComputeLoss, ...]:
         """Return the causes for which kernels take longer than this GPU needs for their work."""
-        return compute_losses(self.job, self.card, self.step_us)
+        return compute_losses(self.job, self.card, self.step_us, self._work_of)
 
     @cached_property
     def blocked(self) -> tuple[Blocked, ...]:

@@ -17,7 +17,12 @@ from counterpoint.diagnosis.analysis.operators import column_of, peak_of
 from counterpoint.diagnosis.analysis.zero_sm import fsdp2_copies
 from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.diagnosis.reading.intervals import unique_rows
-from counterpoint.diagnosis.reading.operator_work import inputs_in_words, matrix_product, operator_work, tensor_sizes
+from counterpoint.diagnosis.reading.operator_work import (
+    WorkOf,
+    inputs_in_words,
+    matrix_product,
+    tensor_sizes,
+)
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.machine.occupancy import tiles_of
 from counterpoint.records.operators import CardRates
@@ -53,6 +58,8 @@ class _Rank:
     digest: RankDigest
     inside: Bools  # compute in the steps
     step: I64
+    operator: I64  # name of the host operation, and ...
+    inputs: I64  # ... its inputs, as indices into the digest's tables; -1: unknown
     us: F64
     kind: I64  # KernelKind
     taken: Bools  # has a cause already
@@ -73,11 +80,11 @@ class _Rank:
         return [rows[stream == number] for number in np.unique(stream).tolist()]
 
 
-def compute_losses(job: TracedJob, card: CardRates | None, step_us: float) -> tuple[ComputeLoss, ...]:
+def compute_losses(job: TracedJob, card: CardRates | None, step_us: float, work_of: WorkOf) -> tuple[ComputeLoss, ...]:
     """Return the causes that lose at least 1 % of a step in kernel time; none where only hosts were recorded."""
     if job.digests[0].device.from_host or step_us <= 0:
         return ()
-    ranks = [_rank_of(job, column, card) for column in range(len(job.digests))]
+    ranks = [_rank_of(job, column, card, work_of) for column in range(len(job.digests))]
     found = []
     for cause, without in _CAUSES:
         loss = _loss(job, ranks, cause, tuple(without(rank) for rank in ranks))
@@ -88,30 +95,31 @@ def compute_losses(job: TracedJob, card: CardRates | None, step_us: float) -> tu
     return tuple(found)
 
 
-def _rank_of(job: TracedJob, column: int, card: CardRates | None) -> _Rank:
+def _rank_of(job: TracedJob, column: int, card: CardRates | None, work_of: WorkOf) -> _Rank:
     d = job.digests[column]
     inside = job.in_steps(column, np.arange(len(job.step_names))) & (d.gpu.kind == Kind.COMPUTE)
     kinds = np.array([*map(kind_of, d.names), KernelKind.OTHER], np.int64)
     copies = fsdp2_copies(d)  # have a finding of their own
-    facts = np.column_stack((column_of(d, "operator"), column_of(d, "inputs"), d.gpu.name)).astype(np.int64)
+    operators, inputs = column_of(d, "operator"), column_of(d, "inputs")
+    facts = np.column_stack((operators, inputs, d.gpu.name)).astype(np.int64)
     unique, which = unique_rows(facts)
     flops_us, bytes_us = np.full(len(unique), np.nan), np.zeros(len(unique))
     for at, (operator, given, name) in enumerate(unique.tolist()):
         if card is not None and operator >= 0 and given > 0:
-            work = operator_work(d.names[operator], d.inputs[given])
+            work = work_of(d.names[operator], d.inputs[given])
             peak = peak_of(work, [d.names[name]], card.tflops)
             flops_us[at] = 0.0 if work.flops is None else work.flops / peak / 1e6 if peak else np.nan
             bytes_us[at] = (work.bytes or 0.0) / card.gb_per_s / 1e3 if card.gb_per_s else 0.0
     step = np.searchsorted(job.step_start[:, column], job.op_start[column], side="right")
-    return _Rank(d, inside & ~copies, step, d.gpu.end - d.gpu.start, kinds[d.gpu.name], copies.copy(), flops_us[which],
-                 bytes_us[which], card)  # fmt: skip
+    return _Rank(d, inside & ~copies, step, operators, inputs, d.gpu.end - d.gpu.start, kinds[d.gpu.name],
+                 copies.copy(), flops_us[which], bytes_us[which], card)  # fmt: skip
 
 
 def _loss(job: TracedJob, ranks: Sequence[_Rank], cause: str, times: tuple[F64, ...]) -> ComputeLoss:
     share, by_name, count = 1.0 / (len(ranks) * job.num_steps), dict[str, list[float]](), 0
     for rank, without in zip(ranks, times, strict=True):
         d, rows = rank.digest, np.flatnonzero(np.isfinite(without) & rank.inside)
-        operator, given = column_of(d, "operator")[rows], column_of(d, "inputs")[rows]
+        operator, given = rank.operator[rows], rank.inputs[rows]
         name = np.where(operator >= 0, operator, d.gpu.name[rows])
         unique, which = unique_rows(np.column_stack((name, given if cause in _WITH_SHAPES else np.zeros_like(name))))
         sums = [np.bincount(which, us[rows], len(unique)) * share for us in (rank.us, rank.us - without)]
@@ -145,13 +153,13 @@ def _attention(rank: _Rank) -> F64:
 
 
 def _is_batched(rank: _Rank, row: int) -> bool:
-    operator = int(column_of(rank.digest, "operator")[row])
+    operator = int(rank.operator[row])
     return rank.kind[row] == KernelKind.GEMM and (operator < 0 or rank.digest.names[operator] in _BATCHED)
 
 
 def _chains(rank: _Rank) -> F64:
     """Fuse element-wise kernels over tensors of one size; without shapes, kernels of as many threads."""
-    d, given = rank.digest, column_of(rank.digest, "inputs")
+    d, given = rank.digest, rank.inputs
     by_inputs = np.zeros(len(d.inputs) + 1, np.int64)  # the last, index -1: unknown
     for at in np.unique(given[given > 0]).tolist():
         by_inputs[at] = max(tensor_sizes(d.inputs[at]), default=0)

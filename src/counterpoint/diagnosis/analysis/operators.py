@@ -19,7 +19,7 @@ from counterpoint.diagnosis.analysis.kernel_names import precision_of
 from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.diagnosis.reading.intervals import unique_rows
 from counterpoint.diagnosis.reading.modules import PHASES, module_of
-from counterpoint.diagnosis.reading.operator_work import OperatorWork, inputs_in_words, operator_work
+from counterpoint.diagnosis.reading.operator_work import OperatorWork, WorkOf, inputs_in_words
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.profile import own_profile_of_traces, shipped_profile
@@ -83,11 +83,11 @@ class _Sum:
     kernels: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))  # count, µs
 
 
-def operator_times(job: TracedJob, card: CardRates | None) -> tuple[OperatorTime, ...]:
+def operator_times(job: TracedJob, card: CardRates | None, work_of: WorkOf) -> tuple[OperatorTime, ...]:
     """Return the GPU time in the steps by operator, most time first; communication is left out."""
     sums: dict[_Key, _Sum] = {}
     for column, d in enumerate(job.digests):
-        for key, work, calls, kernels in _of_rank(job, column, d):
+        for key, work, calls, kernels in _of_rank(job, column, d, work_of):
             row = sums.setdefault(key, _Sum(work))
             row.calls += calls
             for name, count, us in kernels:
@@ -104,7 +104,7 @@ def operator_times(job: TracedJob, card: CardRates | None) -> tuple[OperatorTime
 
 
 def _of_rank(
-    job: TracedJob, column: int, d: RankDigest
+    job: TracedJob, column: int, d: RankDigest, work_of: WorkOf
 ) -> Iterator[tuple[_Key, OperatorWork, int, list[tuple[str, int, float]]]]:
     """Yield the rows of one rank: key, work of one call, number of calls, and name, count and µs of each kernel."""
     gpu = d.gpu
@@ -126,7 +126,7 @@ def _of_rank(
         place = _NUMBER.sub("*", module_of(d.names[module]) or d.names[module]) if module >= 0 else None
         key = (host, shapes, dtypes, PHASES[phase], place, d.origins.stacks[stack] or None,
                "" if host else kernels[0][0])  # fmt: skip
-        yield key, operator_work(host, stated) if host and stated else OperatorWork(), int(called[at]), kernels
+        yield key, work_of(host, stated) if host and stated else OperatorWork(), int(called[at]), kernels
 
 
 def _facts(d: RankDigest, rows: I64) -> tuple[I64, I64]:

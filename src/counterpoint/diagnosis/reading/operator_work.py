@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -71,6 +71,10 @@ class OperatorWork:
     flops: float | None = None
     bytes: float | None = None
     dtype: str | None = None  # torch's name of the first tensor's dtype
+
+
+WorkOf: TypeAlias = Callable[[str, OperatorInputs], OperatorWork]
+"""Types `operator_work`, which one job calls again and again for the same inputs, so that `Analysis` caches it."""
 
 
 def operator_work(name: str, inputs: OperatorInputs) -> OperatorWork:
